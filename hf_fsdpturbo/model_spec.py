@@ -1,0 +1,168 @@
+"""Where a model keeps its experts: name patterns as data, for built-in families and for Transformers' own expert plans."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts: list[str] = []
+    position = 0
+    for token in re.finditer(r"\{([^{}]*)\}|\*|\?", pattern):
+        parts.append(re.escape(pattern[position : token.start()]))
+        position = token.end()
+        inside = token.group(1)
+        if token.group() == "*":
+            parts.append(".*")
+        elif token.group() == "?":
+            parts.append(".")
+        elif inside == "*":
+            parts.append(r"\d+")
+        elif (bounds := re.fullmatch(r"(\d+)-(\d+)", inside)) and int(bounds[1]) <= int(bounds[2]):
+            parts.append("(?:" + "|".join(str(n) for n in range(int(bounds[1]), int(bounds[2]) + 1)) + ")")
+        else:
+            raise ValueError(f"Pattern {pattern!r}: {token.group()!r} is neither {{*}} nor {{a-b}} with a <= b.")
+    parts.append(re.escape(pattern[position:]))
+    return re.compile("".join(parts), re.DOTALL)
+
+
+def name_matches(pattern: str, name: str) -> bool:
+    """Whether the whole dotted module name fits: ``{*}`` one run of digits, ``{a-b}`` a number from a to b, ``*`` any characters, ``?`` one.
+
+    Raises:
+        ValueError: braces that hold anything else.
+    """
+    return _compiled(pattern).fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class FSDPTurboEPModelSpec:
+    """Where a model's experts are.
+
+    Attributes:
+        model_type: ``config.model_type`` it is for.
+        ep_modules: patterns of the experts modules (stacked weights, one expert a row of dim 0).
+        ep_fsdp_modules: patterns of the modules EFSDP wraps. The experts themselves: wrapping the MoE block round them
+            would leave router and shared-expert gradients unreduced over ep.
+        prepare_fn: called with the model before it is sharded, or None.
+    """
+
+    model_type: str
+    ep_modules: tuple[str, ...]
+    ep_fsdp_modules: tuple[str, ...] = ()
+    prepare_fn: Callable[[nn.Module], None] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for pattern in (*self.ep_modules, *self.ep_fsdp_modules):
+            name_matches(pattern, "")
+        if not self.ep_fsdp_modules:
+            object.__setattr__(self, "ep_fsdp_modules", self.ep_modules)
+
+    @staticmethod
+    def register(
+        model_type: str,
+        *,
+        ep_modules: list[str] | tuple[str, ...],
+        ep_fsdp_modules: list[str] | tuple[str, ...] | None = None,
+        prepare_fn: Callable[[nn.Module], None] | None = None,
+    ) -> FSDPTurboEPModelSpec:
+        """Add a family. Patterns are whole module names (see :func:`name_matches`).
+
+        Raises:
+            ValueError: the model type is registered already, or a pattern is malformed.
+        """
+        if model_type in _REGISTRY:
+            raise ValueError(f"model_type={model_type!r} already has an FSDPTurbo EP spec: {_REGISTRY[model_type]}.")
+        spec = FSDPTurboEPModelSpec(model_type, tuple(ep_modules), tuple(ep_fsdp_modules or ()), prepare_fn)
+        _REGISTRY[model_type] = spec
+        return spec
+
+    @staticmethod
+    def get(model: PreTrainedModel) -> FSDPTurboEPModelSpec:
+        """The spec of a model: registered by hand, else read from the expert plan of its Transformers config.
+
+        Raises:
+            ValueError: neither exists.
+        """
+        model_type = getattr(model.config, "model_type", None)
+        spec = _REGISTRY.get(model_type) if model_type else None
+        spec = spec or _from_transformers_plan(model)
+        if spec is None:
+            raise ValueError(
+                f"No FSDPTurbo EP spec is registered for model_type={model_type!r}, and its Transformers config has no "
+                "expert-parallel plan. Train it with ep_size=1, or register it: "
+                f"FSDPTurboEPModelSpec.register({model_type!r}, ep_modules=['model.layers.{{*}}.mlp.experts'])."
+            )
+        return spec
+
+    def prepare(self, model: nn.Module) -> None:
+        """Run the family's preparation, if it has one."""
+        if self.prepare_fn is not None:
+            self.prepare_fn(model)
+
+    def find_experts(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Experts modules by name, in model order.
+
+        Raises:
+            ValueError: no module matches.
+        """
+        found = {
+            name: module
+            for name, module in model.named_modules()
+            if any(name_matches(pattern, name) for pattern in self.ep_modules)
+        }
+        if not found:
+            raise ValueError(
+                f"The EP spec of model_type={self.model_type!r} looks for {list(self.ep_modules)}, but no module of "
+                f"{type(model).__name__} has such a name. Register patterns that match model.named_modules()."
+            )
+        return found
+
+
+def _alias_hidden_size(model: nn.Module) -> None:
+    """FSDPTurbo's dispatchers read ``hidden_size`` where Transformers says ``hidden_dim``; needed while upstream does."""
+    for module in model.modules():
+        if hasattr(module, "num_experts") and hasattr(module, "hidden_dim") and hasattr(module, "gate_up_proj"):
+            module.hidden_size = module.hidden_dim
+
+
+_QWEN3_5_MOE = (
+    "model.language_model.layers.{*}.mlp.experts",  # the vision-language model
+    "model.layers.{*}.mlp.experts",  # its text model alone
+)
+
+_REGISTRY: dict[str, FSDPTurboEPModelSpec] = {
+    "qwen3_moe": FSDPTurboEPModelSpec(
+        "qwen3_moe", ("model.layers.{*}.mlp.experts",), prepare_fn=_alias_hidden_size
+    ),
+    "qwen3_5_moe": FSDPTurboEPModelSpec("qwen3_5_moe", _QWEN3_5_MOE),
+    "qwen3_5_moe_text": FSDPTurboEPModelSpec("qwen3_5_moe_text", _QWEN3_5_MOE),
+}
+
+
+def _from_transformers_plan(model: PreTrainedModel) -> FSDPTurboEPModelSpec | None:
+    """Patterns from every sub-model's ``base_model_ep_plan`` entry ``ep_dispatch_experts`` (``*`` there is one name part)."""
+    from transformers import PreTrainedModel
+
+    patterns: list[str] = []
+    for prefix, module in model.named_modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        plan = getattr(module.config, "base_model_ep_plan", None) or {}
+        base = module.base_model_prefix if hasattr(module, module.base_model_prefix) else ""
+        for key, style in plan.items():
+            if style == "ep_dispatch_experts":
+                name = ".".join(part for part in (prefix, base, key) if part)
+                patterns.append(re.sub(r"(?<=\.)\*(?=\.)", "{*}", name))
+    names = [name for name, _ in model.named_modules()]
+    used = tuple(dict.fromkeys(p for p in patterns if any(name_matches(p, name) for name in names)))
+    return FSDPTurboEPModelSpec(model.config.model_type, used) if used else None
