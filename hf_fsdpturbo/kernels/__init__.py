@@ -1,0 +1,1 @@
+"""Kernels: which implementation of norms, rotary embeddings and linear attention a model runs."""

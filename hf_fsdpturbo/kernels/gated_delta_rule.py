@@ -1,0 +1,258 @@
+"""The gated delta rule and its causal convolution in plain PyTorch: any device, exact, packed documents kept apart.
+
+Shape legend: B batch, S sequence, Hk / Hv key / value heads, G = Hv // Hk, Dk / Dv key / value head size, C chunk size,
+P number of chunks, M = B * Hv matrices, N documents of a flattened batch, W conv kernel width, Ch conv channels.
+
+The recurrence, per value head, with state `s` [Dk, Dv] (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", eq. 10):
+
+    s_t = exp(g_t) s_{t-1} + k_t (x) beta_t (v_t - (exp(g_t) s_{t-1})^T k_t)        o_t = s_t^T q_t / sqrt(Dk)
+
+is evaluated a chunk at a time (same paper, section 3.3): everything inside a chunk is a few matmuls and one triangular
+solve over all chunks at once; only the state walks from chunk to chunk.
+
+Note [linear backward]: indexing `x[:, :, i]` and writing `out[:, :, i] =` in that walk makes the backward allocate one
+full-length zero tensor per chunk, so its time grows with the square of the length (Transformers 5.24 does this). Here
+the chunk dim is first, taken apart once by `unbind` and put together once by `stack`, whose backwards are each other.
+"""
+
+import torch
+import torch.nn.functional as F
+
+# Arguments of FLA's rule that change the result and that this rule does not implement: refused, never dropped.
+_UNSUPPORTED = ("scale", "gk", "gv", "A_log", "dt_bias", "cp_context", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
+                "allow_neg_eigval", "state_v_first")  # fmt: skip
+L2NORM_EPS = 1e-6  # inside the square root, as in FLA and Transformers
+
+
+def document_ids_from_cu_seqlens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
+    """[1, S] int64 ids 0..N-1 from cumulative lengths [N + 1] (first 0, last S) of a flattened batch."""
+    positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return (torch.searchsorted(cu_seqlens, positions, right=True) - 1).unsqueeze(0)
+
+
+def _runs(document_ids: torch.Tensor) -> torch.Tensor:
+    """[B, S] int64 index of the run of equal ids that each position belongs to: an id that comes back is a new run."""
+    starts = torch.zeros_like(document_ids, dtype=torch.int64)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return starts.cumsum(1)
+
+
+def chunk_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    document_ids: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Same call as Transformers' `torch_chunk_gated_delta_rule`, with documents.
+
+    query, key [B, S, Hk, Dk], value [B, S, Hv, Dv] with Hv a multiple of Hk (key head h serves value heads h*G..h*G+G-1);
+    g [B, S, Hv] log decay (<= 0); beta [B, S, Hv]. Returns `out` [B, S, Hv, Dv] in query's dtype, and the state.
+    Everything is computed in float32 (float64 if query is float64), the state included.
+
+    Documents, in order of precedence: `document_ids` or `seq_idx` [B, S] (a new id starts a document, any batch size), or
+    `cu_seqlens` [N + 1] (B == 1). No document reads another. With ids `initial_state` [B, Hv, Dk, Dv] continues
+    each row's first document and the returned state is that of its last one; with `cu_seqlens` alone both are per
+    document, [N, Hv, Dk, Dv], as in FLA. Other keywords are ignored, except those that would change the result.
+
+    Raises ValueError for an unsupported keyword, sizes that do not fit, or `cu_seqlens` with B > 1.
+    """
+    _check_arguments(query, key, value, chunk_size, cu_seqlens, kwargs)
+    ids = document_ids if document_ids is not None else seq_idx
+    if ids is None and cu_seqlens is not None:
+        if initial_state is not None or output_final_state:
+            return _one_document_at_a_time(query, key, value, g, beta, cu_seqlens, chunk_size, initial_state,
+                                           output_final_state, use_qk_l2norm_in_kernel)  # fmt: skip
+        ids = document_ids_from_cu_seqlens(cu_seqlens, query.shape[1])
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    q, k, v, log_decay, write = (x.to(dtype) for x in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2NORM_EPS) for x in (q, k))
+    q = q * query.shape[-1] ** -0.5
+    out, state = _chunked(q, k, v, log_decay, write, chunk_size, initial_state, ids)
+    return out.to(query.dtype), state if output_final_state else None
+
+
+def _check_arguments(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk_size: int,
+    cu_seqlens: torch.Tensor | None, kwargs: dict[str, object],
+) -> None:  # fmt: skip
+    refused = [name for name in _UNSUPPORTED if kwargs.get(name) is not None and kwargs[name] is not False]
+    if refused:
+        raise ValueError(f"chunk_gated_delta_rule: {', '.join(refused)} would change the result and the PyTorch rule does "
+                         "not implement it; leave it out or use flash-linear-attention.")  # fmt: skip
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} must be positive.")
+    if value.shape[2] % key.shape[2] or query.shape != key.shape:
+        raise ValueError(f"query {tuple(query.shape)} and key {tuple(key.shape)} must have one shape and their heads must "
+                         f"divide the value heads ({value.shape[2]}).")  # fmt: skip
+    if cu_seqlens is not None and query.shape[0] != 1:
+        raise ValueError(f"cu_seqlens describes a flattened batch of 1 row, got {query.shape[0]} rows: pass document_ids.")
+
+
+def _one_document_at_a_time(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    cu_seqlens: torch.Tensor, chunk_size: int, initial_state: torch.Tensor | None, output_final_state: bool, l2norm: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Per-document states in and out (inference): a loop over documents, never used in training."""
+    outs, states = [], []
+    bounds = cu_seqlens.tolist()
+    for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        q, k, v, decay, write = (x[:, start:stop] for x in (query, key, value, g, beta))
+        out, state = chunk_gated_delta_rule(
+            q, k, v, g=decay, beta=write, chunk_size=chunk_size, output_final_state=True,
+            initial_state=None if initial_state is None else initial_state[n : n + 1], use_qk_l2norm_in_kernel=l2norm,
+        )  # fmt: skip
+        outs.append(out)
+        states.append(state)
+    return torch.cat(outs, 1), torch.cat(states) if output_final_state else None
+
+
+def _to_chunks(x: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
+    """[B, S, H, ...] -> [P, B, H, C, ...], zero-padded at the end of S."""
+    batch, length, heads, *rest = x.shape
+    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, num_chunks * chunk_size - length))
+    return x.reshape(batch, num_chunks, chunk_size, heads, *rest).permute(1, 0, 3, 2, *range(4, x.ndim + 1))
+
+
+def _chunked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, write: torch.Tensor,
+    chunk_size: int, initial_state: torch.Tensor | None, document_ids: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The rule on prepared float inputs; q already scaled. Returns out [B, S, Hv, Dv] and the last state [B, Hv, Dk, Dv]."""
+    batch, length, key_heads, key_dim = k.shape
+    value_heads, value_dim = v.shape[2:]
+    groups = value_heads // key_heads
+    num_chunks = -(-length // chunk_size)
+    causal, reads, writes, keeps = _masks(document_ids, batch, num_chunks, chunk_size, length, q.device)
+
+    q, k = (_to_chunks(x, num_chunks, chunk_size).unsqueeze(3) for x in (q, k))  # [P, B, Hk, 1, C, Dk]
+    v, log_decay, write = (
+        _to_chunks(x, num_chunks, chunk_size).unflatten(2, (key_heads, groups)) for x in (v, log_decay, write)
+    )  # [P, B, Hk, G, C(, Dv)]
+    total = log_decay.cumsum(-1)
+    pairwise = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~causal, float("-inf")).exp()
+    from_state = total.exp() * reads  # decay from the chunk's start; 0 where the state belongs to another document
+    to_state = (total[..., -1:] - total).exp() * writes
+
+    # (I + L) u = beta v and (I + L) w = beta exp(total) k, one solve: u are the new values, w how they read the old state.
+    system = (k @ k.transpose(-1, -2)) * (pairwise * write.unsqueeze(-1))
+    right = torch.cat((v * write.unsqueeze(-1), k * (write * from_state).unsqueeze(-1)), -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+
+    def matrices(x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # [P, B, Hk, G, ...] -> P tensors [M, ...]
+        return x.flatten(1, 3).unbind(0)
+
+    new_values, old_reads = (matrices(x) for x in solved.split((value_dim, key_dim), -1))
+    attention = matrices((q @ k.transpose(-1, -2)) * pairwise)
+    queries = matrices(q * from_state.unsqueeze(-1))
+    keys = matrices((k * to_state.unsqueeze(-1)).transpose(-1, -2))
+    decays = matrices((total[..., -1].exp() * keeps)[..., None, None])
+
+    if initial_state is None:
+        state = q.new_zeros(batch * value_heads, key_dim, value_dim)
+    else:
+        state = initial_state.to(q.dtype).flatten(0, 1)
+    outs = []
+    for new_value, old_read, attend, read, k_write, decay in zip(
+        new_values, old_reads, attention, queries, keys, decays, strict=True
+    ):
+        correction = torch.baddbmm(new_value, old_read, state, alpha=-1)
+        outs.append(torch.baddbmm(torch.bmm(read, state), attend, correction))
+        state = torch.baddbmm(state * decay, k_write, correction)
+
+    out = torch.stack(outs).unflatten(1, (batch, value_heads)).permute(1, 0, 3, 2, 4)  # [B, P, C, Hv, Dv]
+    return out.flatten(1, 2)[:, :length], state.unflatten(0, (batch, value_heads))
+
+
+def _masks(
+    document_ids: torch.Tensor | None, batch: int, num_chunks: int, chunk_size: int, length: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Who may see whom, broadcastable over [P, B, Hk, G, ...].
+
+    causal [..., C, C] pairs inside a chunk; reads [..., C] positions whose document began before the chunk; writes
+    [..., C] positions whose document is still open at the chunk's end; keeps [...] chunks inside one document.
+    """
+    causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=device).tril()
+    if document_ids is None:
+        one = torch.ones(1, dtype=torch.bool, device=device)
+        return causal, one, one, one[0]
+    if document_ids.shape != (batch, length):
+        raise ValueError(f"document ids have shape {tuple(document_ids.shape)}, expected [B, S] = [{batch}, {length}].")
+    runs = _runs(document_ids.to(device))
+    padding = runs[:, -1:].expand(batch, num_chunks * chunk_size - length)
+    chunks = torch.cat((runs, padding), 1).reshape(batch, num_chunks, chunk_size).transpose(0, 1)  # [P, B, C]
+    last = chunks[..., -1]
+    before = torch.cat((torch.zeros_like(last[:1]), last[:-1]))  # run 0 owns the initial state
+    same = (chunks.unsqueeze(-1) == chunks.unsqueeze(-2)) & causal
+    masks = same, chunks == before.unsqueeze(-1), chunks == last.unsqueeze(-1), last == before
+    causal, reads, writes, keeps = (mask[:, :, None, None] for mask in masks)
+    return causal, reads, writes, keeps
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    document_ids: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **_: object,
+) -> torch.Tensor:
+    """Depthwise causal convolution, x [B, Ch, S] with weight [Ch, W]: out[t] = act(bias + sum_j weight[W-1-j] x[t-j]).
+
+    Taps that would reach into another document, or before the row, read zero. Documents as in `chunk_gated_delta_rule`;
+    ids shorter than S (a cache put earlier columns in front of x) are extended with their first one. Returns [B, Ch, S]
+    in x's dtype; arithmetic in weight's dtype, sums over taps in float32.
+    """
+    length, width = x.shape[-1], weight.shape[-1]
+    ids = document_ids if document_ids is not None else seq_idx
+    cumulative = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
+    if ids is None and cumulative is not None:
+        ids = document_ids_from_cu_seqlens(cumulative, length)
+    if ids is None:
+        out = F.conv1d(x.to(weight.dtype), weight.unsqueeze(1), bias, padding=width - 1, groups=x.shape[1])[..., :length]
+    else:
+        if ids.shape[1] < length:
+            ids = torch.cat((ids[:, :1].expand(-1, length - ids.shape[1]), ids), 1)
+        if ids.shape != (x.shape[0], length):
+            raise ValueError(f"document ids have shape {tuple(ids.shape)}, expected [B, S] = [{x.shape[0]}, {length}].")
+        out = _conv_within_runs(x.to(weight.dtype), weight, bias, _runs(ids.to(x.device)))
+    if activation is not None:
+        out = _activation(activation, out)
+    return out.to(x.dtype)
+
+
+def _conv_within_runs(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, runs: torch.Tensor
+) -> torch.Tensor:
+    """One shifted multiply-add per tap: W is 4 in every model there is, so this stays cheap and needs no gather."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    out = wide * weight[:, -1:]
+    for shift in range(1, min(weight.shape[-1], x.shape[-1])):
+        same = F.pad(runs[:, shift:] == runs[:, :-shift], (shift, 0)).unsqueeze(1)
+        tap = weight.shape[-1] - 1 - shift
+        out = out + F.pad(wide[..., :-shift], (shift, 0)).masked_fill(~same, 0) * weight[:, tap : tap + 1]
+    if bias is not None:
+        out = out + bias.unsqueeze(-1)
+    return out.to(weight.dtype)
+
+
+def _activation(name: str, x: torch.Tensor) -> torch.Tensor:
+    if name in ("silu", "swish"):
+        return F.silu(x)
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[name](x)
