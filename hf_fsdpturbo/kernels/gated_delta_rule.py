@@ -1,7 +1,8 @@
 """The gated delta rule and its causal convolution in plain PyTorch: any device, exact, packed documents kept apart.
 
-Shape legend: B batch, S sequence, Hk / Hv key / value heads, G = Hv // Hk, Dk / Dv key / value head size, C chunk size,
-P number of chunks, M = B * Hv matrices, N documents of a flattened batch, W conv kernel width, Ch conv channels.
+Shape legend: B batch, S sequence, Hk / Hv key / value heads, G = Hv // Hk, Dk / Dv key / value head size,
+C chunk size, P number of chunks, M = B * Hv matrices, N documents of a flattened batch, W conv kernel width,
+Ch conv channels.
 
 The recurrence, per value head, with state `s` [Dk, Dv] (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", eq. 10):
 
@@ -19,8 +20,10 @@ import torch
 import torch.nn.functional as F
 
 # Arguments of FLA's rule that change the result and that this rule does not implement: refused, never dropped.
-_UNSUPPORTED = ("scale", "gk", "gv", "A_log", "dt_bias", "cp_context", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
-                "allow_neg_eigval", "state_v_first")  # fmt: skip
+_UNSUPPORTED = (
+    "scale", "gk", "gv", "A_log", "dt_bias", "cp_context", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval", "state_v_first",
+)  # fmt: skip
 L2NORM_EPS = 1e-6  # inside the square root, as in FLA and Transformers
 
 
@@ -55,11 +58,11 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Same call as Transformers' `torch_chunk_gated_delta_rule`, with documents.
 
-    query, key [B, S, Hk, Dk], value [B, S, Hv, Dv] with Hv a multiple of Hk (key head h serves value heads h*G..h*G+G-1);
-    g [B, S, Hv] log decay (<= 0); beta [B, S, Hv]. Returns `out` [B, S, Hv, Dv] in query's dtype, and the state.
+    query, key [B, S, Hk, Dk], value [B, S, Hv, Dv] with Hv a multiple of Hk (key head h serves value heads h*G to
+    h*G + G - 1); g [B, S, Hv] log decay (<= 0); beta [B, S, Hv]. Returns `out` [B, S, Hv, Dv] in query's dtype, and the state.
     Everything is computed in float32 (float64 if query is float64), the state included.
 
-    Documents, in order of precedence: `document_ids` or `seq_idx` [B, S] (a new id starts a document, any batch size), or
+    Documents, in order of precedence: `document_ids` or `seq_idx` [B, S] (a new id starts a document, any B), or
     `cu_seqlens` [N + 1] (B == 1). No document reads another. With ids `initial_state` [B, Hv, Dk, Dv] continues
     each row's first document and the returned state is that of its last one; with `cu_seqlens` alone both are per
     document, [N, Hv, Dk, Dv], as in FLA. Other keywords are ignored, except those that would change the result.
@@ -88,23 +91,29 @@ def _check_arguments(
 ) -> None:  # fmt: skip
     refused = [name for name in _UNSUPPORTED if kwargs.get(name) is not None and kwargs[name] is not False]
     if refused:
-        raise ValueError(f"chunk_gated_delta_rule: {', '.join(refused)} would change the result and the PyTorch rule does "
-                         "not implement it; leave it out or use flash-linear-attention.")  # fmt: skip
+        raise ValueError(
+            f"chunk_gated_delta_rule: {', '.join(refused)} would change the result and the PyTorch rule does not "
+            "implement it; leave it out or use flash-linear-attention."
+        )
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be positive.")
     if value.shape[2] % key.shape[2] or query.shape != key.shape:
-        raise ValueError(f"query {tuple(query.shape)} and key {tuple(key.shape)} must have one shape and their heads must "
-                         f"divide the value heads ({value.shape[2]}).")  # fmt: skip
+        raise ValueError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} must have one shape and their heads must divide "
+            f"the value heads ({value.shape[2]})."
+        )
     if cu_seqlens is not None and query.shape[0] != 1:
-        raise ValueError(f"cu_seqlens describes a flattened batch of 1 row, got {query.shape[0]} rows: pass document_ids.")
+        raise ValueError(f"cu_seqlens describes a flattened batch of 1 row, got {query.shape[0]}: pass document_ids.")
 
 
 def _one_document_at_a_time(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    cu_seqlens: torch.Tensor, chunk_size: int, initial_state: torch.Tensor | None, output_final_state: bool, l2norm: bool,
+    cu_seqlens: torch.Tensor, chunk_size: int, initial_state: torch.Tensor | None, output_final_state: bool,
+    l2norm: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Per-document states in and out (inference): a loop over documents, never used in training."""
-    outs, states = [], []
+    outs: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
     bounds = cu_seqlens.tolist()
     for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
         q, k, v, decay, write = (x[:, start:stop] for x in (query, key, value, g, beta))
@@ -113,7 +122,8 @@ def _one_document_at_a_time(
             initial_state=None if initial_state is None else initial_state[n : n + 1], use_qk_l2norm_in_kernel=l2norm,
         )  # fmt: skip
         outs.append(out)
-        states.append(state)
+        if state is not None:
+            states.append(state)
     return torch.cat(outs, 1), torch.cat(states) if output_final_state else None
 
 
@@ -128,7 +138,7 @@ def _chunked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, write: torch.Tensor,
     chunk_size: int, initial_state: torch.Tensor | None, document_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The rule on prepared float inputs; q already scaled. Returns out [B, S, Hv, Dv] and the last state [B, Hv, Dk, Dv]."""
+    """The rule on prepared float inputs, q scaled. Returns out [B, S, Hv, Dv] and the last state [B, Hv, Dk, Dv]."""
     batch, length, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[2:]
     groups = value_heads // key_heads
@@ -144,7 +154,7 @@ def _chunked(
     from_state = total.exp() * reads  # decay from the chunk's start; 0 where the state belongs to another document
     to_state = (total[..., -1:] - total).exp() * writes
 
-    # (I + L) u = beta v and (I + L) w = beta exp(total) k, one solve: u are the new values, w how they read the old state.
+    # (I + L) u = beta v and (I + L) w = beta exp(total) k in one solve: u the new values, w how they read the state.
     system = (k @ k.transpose(-1, -2)) * (pairwise * write.unsqueeze(-1))
     right = torch.cat((v * write.unsqueeze(-1), k * (write * from_state).unsqueeze(-1)), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -187,7 +197,7 @@ def _masks(
         one = torch.ones(1, dtype=torch.bool, device=device)
         return causal, one, one, one[0]
     if document_ids.shape != (batch, length):
-        raise ValueError(f"document ids have shape {tuple(document_ids.shape)}, expected [B, S] = [{batch}, {length}].")
+        raise ValueError(f"document ids are {tuple(document_ids.shape)}, expected [B, S] = [{batch}, {length}].")
     runs = _runs(document_ids.to(device))
     padding = runs[:, -1:].expand(batch, num_chunks * chunk_size - length)
     chunks = torch.cat((runs, padding), 1).reshape(batch, num_chunks, chunk_size).transpose(0, 1)  # [P, B, C]
@@ -213,9 +223,9 @@ def causal_conv1d(
 ) -> torch.Tensor:
     """Depthwise causal convolution, x [B, Ch, S] with weight [Ch, W]: out[t] = act(bias + sum_j weight[W-1-j] x[t-j]).
 
-    Taps that would reach into another document, or before the row, read zero. Documents as in `chunk_gated_delta_rule`;
-    ids shorter than S (a cache put earlier columns in front of x) are extended with their first one. Returns [B, Ch, S]
-    in x's dtype; arithmetic in weight's dtype, sums over taps in float32.
+    Taps that would reach into another document, or before the row, read zero. Documents as in
+    `chunk_gated_delta_rule`; ids shorter than S (a cache put earlier columns in front of x) are extended with their
+    first one. Returns [B, Ch, S] in x's dtype; arithmetic in weight's dtype, sums over taps in float32.
     """
     length, width = x.shape[-1], weight.shape[-1]
     ids = document_ids if document_ids is not None else seq_idx
@@ -223,12 +233,13 @@ def causal_conv1d(
     if ids is None and cumulative is not None:
         ids = document_ids_from_cu_seqlens(cumulative, length)
     if ids is None:
-        out = F.conv1d(x.to(weight.dtype), weight.unsqueeze(1), bias, padding=width - 1, groups=x.shape[1])[..., :length]
+        out = F.conv1d(x.to(weight.dtype), weight.unsqueeze(1), bias, padding=width - 1, groups=x.shape[1])
+        out = out[..., :length]
     else:
         if ids.shape[1] < length:
             ids = torch.cat((ids[:, :1].expand(-1, length - ids.shape[1]), ids), 1)
         if ids.shape != (x.shape[0], length):
-            raise ValueError(f"document ids have shape {tuple(ids.shape)}, expected [B, S] = [{x.shape[0]}, {length}].")
+            raise ValueError(f"document ids are {tuple(ids.shape)}, expected [B, S] = [{x.shape[0]}, {length}].")
         out = _conv_within_runs(x.to(weight.dtype), weight, bias, _runs(ids.to(x.device)))
     if activation is not None:
         out = _activation(activation, out)
