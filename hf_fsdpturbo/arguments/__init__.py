@@ -1,0 +1,44 @@
+"""Configuration: fields, strict parsing, precedence between sources, refusals. Importing it imports no transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hf_fsdpturbo.arguments.mixin import FSDPTurboArguments, bf16_storage_warning, describe_sources, sizes_for_world
+from hf_fsdpturbo.arguments.params import (
+    CHUNK_SIZES,
+    DISPATCHER_NAMES,
+    FLA_OPERATOR_NAMES,
+    KERNEL_NAMES,
+    FSDPTurboParams,
+    InitParams,
+    KernelParams,
+)
+from hf_fsdpturbo.arguments.refusals import refuse_unsupported
+
+if TYPE_CHECKING:
+    from hf_fsdpturbo.arguments.training_arguments import FSDPTurboTrainingArguments
+
+__all__ = [
+    "CHUNK_SIZES",
+    "DISPATCHER_NAMES",
+    "FLA_OPERATOR_NAMES",
+    "KERNEL_NAMES",
+    "FSDPTurboArguments",
+    "FSDPTurboParams",
+    "FSDPTurboTrainingArguments",
+    "InitParams",
+    "KernelParams",
+    "bf16_storage_warning",
+    "describe_sources",
+    "refuse_unsupported",
+    "sizes_for_world",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FSDPTurboTrainingArguments":
+        from hf_fsdpturbo.arguments.training_arguments import FSDPTurboTrainingArguments
+
+        return FSDPTurboTrainingArguments
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,151 @@
+"""What hf_fsdpturbo does not do with the training arguments it is given: refused by name before anything starts.
+
+Rows of the decision table that show in the arguments; those that need the model are refused where the model is seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_fsdpturbo.arguments.params import FSDPTurboParams, KernelParams
+
+# Flipped by the change that brings each of them; until then a setting that needs it is refused by name.
+CONTEXT_PARALLEL_BUILT = False
+OFFLOAD_PARAMS_BUILT = False
+
+# Parts of optimizer names whose state or update has not been proven on sharded tensors.
+_UNPROVEN_OPTIMIZERS = {"8bit": "8-bit", "4bit": "4-bit", "muon": "Muon"}
+_MODEL_KWARGS = {
+    "quantization_config": "quantised checkpoints are",
+    "load_in_8bit": "quantised checkpoints are",
+    "load_in_4bit": "quantised checkpoints are",
+    "distributed_config": "a model with its own distributed_config is",
+    "tp_plan": "a model with its own tensor-parallel plan is",
+}
+
+
+def _refused(field: str, value: Any, why: str, fix: str) -> ValueError:
+    return ValueError(f"{field}={value!r} is not supported by hf_fsdpturbo: {why}. {fix}")
+
+
+def refuse_unsupported(args: Any) -> None:
+    """Raise for every unsupported setting that shows before the device is set up.
+
+    Args:
+        args: training arguments with resolved hf_fsdpturbo fields (``fsdpturbo_params``, ``kernel_params``, ``cp_size``).
+
+    Raises:
+        ValueError: naming field, value, reason and fix.
+    """
+    _refuse_training_fields(args)
+    _refuse_optimizer(args)
+    _refuse_parallelism(args)
+    _refuse_backend_fields(args.fsdpturbo_params)
+    _refuse_double_liger(args, args.kernel_params)
+    if args.cp_size > 1:
+        _refuse_context_parallel(args)
+
+
+def _refuse_training_fields(args: Any) -> None:
+    for field in ("fp16", "fp16_full_eval"):
+        if getattr(args, field, False):
+            raise _refused(field, True, "it trains in bf16 or fp32, without a gradient scaler", "Use bf16=True.")
+    for field, owner in (
+        ("deepspeed", "DeepSpeed"),
+        ("fsdp", "accelerate's FSDP"),
+        ("fsdp_config", "accelerate's FSDP"),
+    ):
+        if value := getattr(args, field, None):
+            raise _refused(field, value, f"it shards the model itself, so {owner} cannot", f"Leave {field} out.")
+    for field in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
+        if value := getattr(args, field, None):
+            raise _refused(field, value, "torch_compile is untested with expert dispatch", f"Leave {field} out.")
+    if getattr(args, "auto_find_batch_size", False):
+        raise _refused(
+            "auto_find_batch_size",
+            True,
+            "a retry on one rank leaves the others waiting",
+            "Set per_device_train_batch_size.",
+        )
+
+
+def _refuse_optimizer(args: Any) -> None:
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    for part, kind in _UNPROVEN_OPTIMIZERS.items():
+        if part in optimizer.lower():
+            raise _refused(
+                "optim", optimizer, f"{kind} optimizers are unproven on sharded experts", "Use adamw_torch."
+            )
+
+
+def _refuse_parallelism(args: Any) -> None:
+    config = getattr(args, "parallelism_config", None)
+    if config is None:
+        return
+    fields = ("cp_size", "sp_size", "tp_size", "dp_shard_size", "dp_replicate_size")
+    sizes = {name: size for name in fields if (size := getattr(config, name, 1) or 1) > 1}
+    if sizes:
+        raise _refused(
+            "parallelism_config",
+            sizes,
+            "it builds its own meshes",
+            "Use cp_size, mp_replicate_size and ep_size instead.",
+        )
+
+
+def _refuse_backend_fields(params: FSDPTurboParams) -> None:
+    if params.offload_params and not OFFLOAD_PARAMS_BUILT:
+        raise _refused("dist_config offload_params", True, "it is not built yet", "Leave it out.")
+    if params.ep_backend == "fsdp_turbo":
+        return
+    for field, unset in (("hook_modules", []), ("fsdp_implementation", "native")):
+        if (value := getattr(params, field)) != unset:
+            raise ValueError(
+                f"dist_config {field}={value!r} only means something with ep_backend='fsdp_turbo', but ep_backend is "
+                f"{params.ep_backend!r}. Leave {field} out, or set ep_backend."
+            )
+
+
+def _refuse_double_liger(args: Any, kernels: KernelParams | None) -> None:
+    if getattr(args, "use_liger_kernel", False) and kernels is not None and "liger" in kernels.name:
+        raise ValueError(
+            "use_liger_kernel=True together with kernel_config name 'liger' would patch the model twice. Keep one of them."
+        )
+
+
+def _refuse_context_parallel(args: Any) -> None:
+    if not CONTEXT_PARALLEL_BUILT:
+        raise _refused("cp_size", args.cp_size, "context parallelism is not built yet", "Set cp_size to 1.")
+    if (strategy := getattr(args, "train_sampling_strategy", "random")) == "batch_rebalance":
+        raise _refused(
+            "train_sampling_strategy",
+            strategy,
+            f"it gives ranks different batches, and with cp_size={args.cp_size} cp_size ranks share one",
+            "Use 'random', or cp_size=1.",
+        )
+
+
+def settle_after_setup(args: Any) -> None:
+    """Checks that need what ``TrainingArguments.__post_init__`` has built, and the one setting that follows from them.
+
+    With ``cp_size > 1``, ``dispatch_batches`` becomes False: accelerate slices dispatched batches by global rank.
+
+    Raises:
+        ValueError: ``split_batches`` or ``dispatch_batches=True`` with ``cp_size > 1``; an unsupported model keyword.
+    """
+    kwargs = getattr(args, "model_init_kwargs", None) or {}
+    for name, what in _MODEL_KWARGS.items():
+        if isinstance(kwargs, dict) and kwargs.get(name):
+            raise _refused(f"model_init_kwargs {name}", kwargs[name], f"{what} refused", f"Leave {name} out.")
+    if args.cp_size == 1:
+        return
+    config = args.accelerator_config
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(config, name, None):
+            raise _refused(
+                f"accelerator_config {name}",
+                True,
+                f"it slices batches by global rank, and with cp_size={args.cp_size} cp_size ranks share one batch",
+                f"Leave {name} out, or set cp_size=1.",
+            )
+    config.dispatch_batches = False

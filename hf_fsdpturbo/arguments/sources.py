@@ -1,0 +1,196 @@
+"""Where each setting comes from: command line / Python > environment > accelerate YAML > default.
+
+Settings are merged one by one: each public field by its name, each key of ``dist_config`` as ``dist_config.<key>``
+(``ep_size`` and ``ep_dispatcher`` are short for two of them); ``kernel_config`` and ``init_config`` go as a whole.
+
+Note [what counts as given in Python]: a dataclass cannot tell a field left out from one set to its default. A value that
+differs from the default was given; one equal to it was not, so it does not override the environment or the YAML (keys
+inside ``dist_config`` do: there, present means given). And a value equal to what the environment or the YAML says is put
+down to them: that keeps the record right when arguments are copied, since a copy passes every resolved value again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_fsdpturbo.arguments.mappings import parse_mapping
+from hf_fsdpturbo.arguments.params import (
+    SPEC_FIELDS,
+    FSDPTurboParams,
+    InitParams,
+    KernelParams,
+    check_dist_keys,
+    check_positive,
+    check_type,
+    misplaced_hint,
+)
+from hf_fsdpturbo.launch_config import ENV_PREFIX, YAML_PREFIX, LaunchConfig, environment_fields, read_launch_config
+
+PYTHON = "command line / Python"
+ENVIRONMENT = "environment"
+YAML = "accelerate YAML"
+DEFAULT = "default"
+
+SHORTHAND = ("ep_size", "ep_dispatcher")
+INTEGERS = ("ep_size", "dp_size", "cp_size", "mp_replicate_size", "mp_shard_size", "dist_timeout")
+# Public fields with their defaults; the tables of FSDPTurboArguments and of the errors are made from this one.
+PUBLIC_DEFAULTS: dict[str, Any] = {
+    "dist_config": None,
+    "ep_size": None,
+    "ep_dispatcher": None,
+    "dp_size": None,
+    "cp_size": 1,
+    "cp_mode": "ulysses",
+    "mp_replicate_size": 1,
+    "mp_shard_size": None,
+    "dist_timeout": 18000,
+    "kernel_config": None,
+    "init_config": {"name": "init_on_meta"},
+}
+# Sizes that shrink to this when one process runs a file written for many.
+ONE_PROCESS: dict[str, int | None] = {
+    "dist_config.ep_size": 1,
+    "dist_config.efsdp_size": None,
+    "dp_size": None,
+    "cp_size": 1,
+    "mp_replicate_size": 1,
+    "mp_shard_size": None,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One resolved value, and the source it came from (one of the four constants above)."""
+
+    value: Any
+    source: str
+
+
+def resolve_settings(given: Mapping[str, Any]) -> tuple[dict[str, Setting], LaunchConfig]:
+    """Merge the four sources.
+
+    Args:
+        given: public fields as the dataclass holds them.
+
+    Returns:
+        every setting (public fields but ``dist_config`` and the shorthands, and ``dist_config.<key>``), and the launch
+        configuration that was found.
+
+    Raises:
+        ValueError: a source contradicts itself, or holds an unknown key, a wrong type or a value out of range.
+    """
+    names = list(PUBLIC_DEFAULTS)
+    _hint_environment(names)
+    launch = read_launch_config(names)
+    python = {name: given[name] for name in names if not _is_default(name, given[name])}
+    environment = {name: _from_text(name, text) for name, text in environment_fields(names).items()}
+    layers = [
+        (PYTHON, _flatten(python, PYTHON)),
+        (ENVIRONMENT, _flatten(environment, f"{ENVIRONMENT}, {ENV_PREFIX}...")),
+        (YAML, _flatten(launch.fields, f"{launch.path}, {YAML_PREFIX}...")),
+        (DEFAULT, _defaults()),
+    ]
+    settings = {key: _pick(key, layers) for key in layers[-1][1]}
+    return settings, launch
+
+
+def _is_default(name: str, value: Any) -> bool:
+    default = PUBLIC_DEFAULTS[name]
+    return value is None or (type(value) is type(default) and value == default)
+
+
+def _defaults() -> dict[str, Any]:
+    public = {k: v for k, v in PUBLIC_DEFAULTS.items() if k not in ("dist_config", *SHORTHAND)}
+    return {**public, **{f"dist_config.{k}": v for k, v in FSDPTurboParams().to_dict().items()}}
+
+
+def _pick(key: str, layers: list[tuple[str, dict[str, Any]]]) -> Setting:
+    """The value of the highest layer that has ``key``; see the note for whom it is put down to."""
+    having = [(source, values[key]) for source, values in layers if key in values]
+    source, value = having[0]
+    if source == PYTHON and having[1][1] == value:
+        source = having[1][0]
+    return Setting(value, source)
+
+
+def _hint_environment(names: list[str]) -> None:
+    """Nothing to do for known names; gives misplaced ones their hint before the plain error would."""
+    try:
+        environment_fields(names)
+    except ValueError as error:
+        private = [*SPEC_FIELDS, *(f.name for f in dataclasses.fields(FSDPTurboParams))]
+        hints = "".join(
+            misplaced_hint(key, "environment") for key in private if f"{ENV_PREFIX}{key.upper()}=" in str(error)
+        )
+        raise ValueError(f"{error}{hints}") from None
+
+
+def _from_text(name: str, text: str) -> Any:
+    """The value of an environment variable: integers are read, everything else stays text (JSON or a path, or a name)."""
+    if name not in INTEGERS:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        variable = ENV_PREFIX + name.upper()
+        raise ValueError(f"The environment's {variable} must be an integer, but it is {text!r}. Correct it.") from None
+
+
+def _flatten(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Check one source on its own and spread ``dist_config`` and the shorthands over ``dist_config.<key>``."""
+    try:
+        return _flatten_checked({name: value for name, value in values.items() if value is not None}, where)
+    except ValueError as error:
+        if where == PYTHON:
+            raise
+        raise ValueError(f"{error} (from {where})") from error
+
+
+def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
+    for name, value in values.items():
+        if name in INTEGERS:
+            check_type(name, value, int)
+            check_positive(name, value)
+    if (mode := values.get("cp_mode", "ulysses")) != "ulysses":
+        raise ValueError(f"cp_mode must be 'ulysses', the only mode there is, but it is {mode!r}. Leave cp_mode out.")
+    dist = parse_mapping("dist_config", values.pop("dist_config")) if "dist_config" in values else {}
+    check_dist_keys(dist)
+    for name in SHORTHAND:
+        if name in values:
+            short = values.pop(name)
+            if name in dist and dist[name] != short:
+                raise ValueError(
+                    f"{name}={short!r} contradicts dist_config {name}={dist[name]!r}, and both come from the same source "
+                    f"({where}). Give {name} once, or the same value twice."
+                )
+            dist[name] = short
+    FSDPTurboParams(**dist)  # checks types and values; the merged ones are built later
+    for name, parse in (("kernel_config", KernelParams.from_mapping), ("init_config", InitParams.from_mapping)):
+        if name in values:
+            values[name] = parse_mapping(name, values[name])
+            parse(values[name])
+    return {**values, **{f"dist_config.{key}": value for key, value in dist.items()}}
+
+
+def reduce_to_one_process(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
+    """For a run of one process: sizes from the environment or the YAML become 1; those given in Python stay as they are.
+
+    Returns:
+        the new settings and the names of those that changed.
+    """
+    changed = [
+        key
+        for key, one in ONE_PROCESS.items()
+        if settings[key].source in (ENVIRONMENT, YAML) and settings[key].value not in (None, one)
+    ]
+    reduced = {key: Setting(ONE_PROCESS[key], settings[key].source) for key in changed}
+    return {**settings, **reduced}, changed
+
+
+def dist_values(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """The ``dist_config`` part of the settings, as one mapping."""
+    prefix = "dist_config."
+    return {key.removeprefix(prefix): s.value for key, s in settings.items() if key.startswith(prefix)}
