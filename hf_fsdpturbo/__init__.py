@@ -1,0 +1,42 @@
+"""Expert parallelism for the Hugging Face Trainer: public names, each imported when it is first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC: dict[str, str] = {
+    "FSDPTurboArguments": "arguments",
+    "FSDPTurboParams": "arguments",
+    "FSDPTurboTrainingArguments": "arguments",
+    "FSDPTurboEPModelSpec": "model_spec",
+    "FSDPTurboParallelState": "parallel_state",
+    "get_fsdpturbo_parallel_state": "parallel_state",
+    "clip_grad_norm_": "grad_norm",
+    "FSDPTurboTrainer": "trainer",
+    "FSDPTurboTrainerMixin": "trainer",
+    "FSDPTurboSFTConfig": "trl",
+    "FSDPTurboSFTTrainer": "trl",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+if TYPE_CHECKING:
+    from hf_fsdpturbo.arguments import FSDPTurboArguments, FSDPTurboParams, FSDPTurboTrainingArguments
+    from hf_fsdpturbo.grad_norm import clip_grad_norm_
+    from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec
+    from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, get_fsdpturbo_parallel_state
+    from hf_fsdpturbo.trainer import FSDPTurboTrainer, FSDPTurboTrainerMixin
+    from hf_fsdpturbo.trl import FSDPTurboSFTConfig, FSDPTurboSFTTrainer
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"hf_fsdpturbo.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,174 @@
+"""Gradient norm and clipping over several meshes: each logical element counts once, one coefficient for all.
+
+Parameters are grouped by what their gradient is sharded on. A group's local p-sum is reduced over its sharded axes
+only; a replicated axis holds the same elements again and must not be added.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Trainable parameters whose gradients are reduced alike. ``mesh`` None: plain tensors, the same on every rank."""
+
+    mesh: DeviceMesh | None
+    sharded_axes: tuple[int, ...]
+    parameters: tuple[nn.Parameter, ...]
+
+    @property
+    def name(self) -> str:
+        """``expert`` for parameters on an ep axis, ``dense`` for other meshes, ``replicated`` for plain tensors."""
+        if self.mesh is None:
+            return "replicated"
+        return "expert" if "ep" in (self.mesh.mesh_dim_names or ()) else "dense"
+
+
+def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
+    """Group trainable parameters by mesh and sharded axes, in model order: alike on every rank, whatever gradients exist.
+
+    Raises:
+        RuntimeError: a parameter is a pending partial sum, which has no norm.
+    """
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if isinstance(parameter, DTensor):
+            if any(placement.is_partial() for placement in parameter.placements):
+                raise RuntimeError(f"{name} has placements {parameter.placements}: a partial sum has no norm.")
+            axes = tuple(axis for axis, p in enumerate(parameter.placements) if not p.is_replicate())
+            groups.setdefault((parameter.device_mesh, axes), []).append(parameter)
+        else:
+            groups.setdefault((None, ()), []).append(parameter)
+    return [ParameterGroup(mesh, axes, tuple(members)) for (mesh, axes), members in groups.items()]
+
+
+def _local_gradients(group: ParameterGroup) -> list[Tensor]:
+    gradients = [p.grad for p in group.parameters if p.grad is not None]
+    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+
+
+def _local_power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """``sum |g|^p`` in float32 (the maximum for p = inf) over local elements; float32 scalar."""
+    gradients = [g for g in gradients if g.numel()]
+    if not gradients:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm(gradients, norm_type, dtype=torch.float32)
+    stacked = torch.stack([n.to(device) for n in norms])
+    return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
+
+
+def _reduce(value: Tensor, group: ParameterGroup, norm_type: float) -> Tensor:
+    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    for axis in group.sharded_axes:
+        assert group.mesh is not None
+        if group.mesh.size(axis) > 1:
+            dist.all_reduce(value, op=operation, group=group.mesh.get_group(axis))
+    return value
+
+
+def _check_norm_type(norm_type: float) -> float:
+    norm_type = float(norm_type)
+    if norm_type not in (1.0, 2.0, math.inf):
+        raise ValueError(f"norm_type must be 1, 2 or inf, but it is {norm_type}.")
+    return norm_type
+
+
+def _device(groups: list[ParameterGroup]) -> torch.device:
+    meshes = [group.mesh for group in groups if group.mesh is not None]
+    if meshes:
+        kind = meshes[0].device_type
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    return groups[0].parameters[0].device if groups else torch.device("cpu")
+
+
+def group_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
+    """Global norm of the gradients of each kind of parameter: ``dense``, ``expert``, ``replicated``; float32 scalars.
+
+    Collective over all ranks. A gradient that is None counts as zero.
+    """
+    norm_type = _check_norm_type(norm_type)
+    groups = parameter_groups(model)
+    device = _device(groups)
+    powers: dict[str, list[Tensor]] = {}
+    for group in groups:
+        local = _local_power_sum(_local_gradients(group), norm_type, device)
+        powers.setdefault(group.name, []).append(_reduce(local, group, norm_type))
+    return {name: _root(values, norm_type) for name, values in powers.items()}
+
+
+def _root(powers: list[Tensor], norm_type: float) -> Tensor:
+    stacked = torch.stack(powers)
+    return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+
+
+def total_norm(norms: dict[str, Tensor], norm_type: float = 2.0) -> Tensor:
+    """Norm of everything from :func:`group_norms`; float32 scalar."""
+    if not norms:
+        return torch.zeros(())
+    return _root([n if math.isinf(norm_type) else n**norm_type for n in norms.values()], norm_type)
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients by ``min(max_norm / (norm + 1e-6), 1)`` and return the global norm before that.
+
+    Args:
+        model: sharded or plain; parameters may live on several meshes.
+        max_norm: inf only measures.
+        norm_type: 1, 2 or inf.
+
+    Returns:
+        Global norm, float32 scalar on the mesh's device, equal on all ranks.
+
+    Raises:
+        ValueError: another norm_type.
+    """
+    norm_type = _check_norm_type(norm_type)
+    norm = total_norm(group_norms(model, norm_type), norm_type)
+    if not math.isinf(max_norm):
+        scale_gradients_(model, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def scale_gradients_(model: nn.Module, coefficient: Tensor) -> None:
+    """Multiply every local gradient by a scalar tensor, without a host sync."""
+    by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for group in parameter_groups(model):
+        for gradient in _local_gradients(group):
+            by_device.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), gradients in by_device.items():
+        torch._foreach_mul_(gradients, coefficient.to(device))
+
+
+def warm_up(model: nn.Module, norm_type: float = 2.0) -> None:
+    """Run the norm's reductions once on zeros, so that every communicator exists before step 1."""
+    groups = parameter_groups(model)
+    device = _device(groups)
+    for group in groups:
+        _reduce(torch.zeros((), device=device), group, _check_norm_type(norm_type))
+
+
+def average_replicated_gradients_(model: nn.Module) -> None:
+    """Average the gradients of plain (nowhere sharded) trainable parameters over all ranks; None counts as zero.
+
+    Call it once a step, before the norm. Averaging an accumulated gradient again is harmless: the average of what is
+    already equal on all ranks is itself.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for group in parameter_groups(model):
+        if group.mesh is None:
+            for parameter in group.parameters:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                average = gradient.float()  # HCCL and gloo differ in AVG: a sum in float32, divided after
+                dist.all_reduce(average)
+                parameter.grad = (average / dist.get_world_size()).to(parameter.dtype)

@@ -1,0 +1,139 @@
+"""The one place that knows the order: kernels, context parallel, experts (EP), EFSDP, outer FSDP2.
+
+    whole model (usually on meta)
+      -> shard_experts           experts Shard(0) on ep, forward goes through the dispatcher
+      -> fully_shard_experts     their parameters over (efsdp, expert_cp), replicated over edp
+      -> outer_fully_shard       every decoder layer and the root over all ranks, the experts left out
+      -> check_ownership         every parameter is managed once
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec, name_matches
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.parallelize.routed_experts import expert_options, route_experts
+from hf_fsdpturbo.sharding.expert_fsdp import check_expert_shards
+from hf_fsdpturbo.sharding.expert_parallel import check_experts
+from hf_fsdpturbo.sharding.outer_fsdp import check_ownership, outer_fully_shard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_fsdpturbo.arguments import FSDPTurboArguments
+
+
+@dataclass
+class ShardingReport:
+    """What was done, for the summary that rank 0 prints."""
+
+    topology: dict[str, int]
+    dispatcher: str
+    expert_modules: int = 0
+    num_experts: int = 0
+    expert_parameters: int = 0
+    ignored_parameters: int = 0
+    dense_units: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.topology.items())
+        lines = [f"[hf_fsdpturbo] {sizes}"]
+        if self.expert_modules:
+            lines.append(
+                f"[hf_fsdpturbo] {self.expert_modules} expert modules of {self.num_experts} experts, dispatcher "
+                f"{self.dispatcher}, {self.ignored_parameters} ignored EP parameters in {self.dense_units} outer units"
+            )
+        else:
+            lines.append(f"[hf_fsdpturbo] no expert modules, {self.dense_units} outer units")
+        return "\n".join(lines + [f"[hf_fsdpturbo] {note}" for note in self.notes])
+
+
+def fsdp_options(args: FSDPTurboArguments) -> dict[str, Any]:
+    """Arguments of ``fully_shard`` for the outer units: bf16 compute with float32 reduction when ``bf16``, else none."""
+    params = args.fsdpturbo_params
+    bf16 = bool(getattr(args, "bf16", False))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": params.reshard_after_forward}
+    if params.offload_params:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=params.pin_memory)
+    return options
+
+
+def find_experts(model: PreTrainedModel, topology_ep_size: int) -> dict[str, nn.Module]:
+    """Experts modules by name; none for a dense model, or a family without a spec, at ep_size 1.
+
+    Raises:
+        ValueError: ep_size > 1 and the model has no spec or no experts.
+    """
+    try:
+        spec = FSDPTurboEPModelSpec.get(model)
+    except ValueError:
+        if topology_ep_size > 1:
+            raise
+        return {}
+    spec.prepare(model)
+    return spec.find_experts(model)
+
+
+def check_model(model: PreTrainedModel, args: FSDPTurboArguments, state: FSDPTurboParallelState) -> dict[str, int]:
+    """Sizes of the model against the meshes, before anything is changed: number of experts by module name.
+
+    Raises:
+        ValueError: naming field, value, rule, layer.
+    """
+    sizes = state.topology
+    counts: dict[str, int] = {}
+    for name, module in find_experts(model, sizes.ep_size).items():
+        counts[name] = check_experts(module, name, sizes.ep_size)
+        check_expert_shards(module, name, counts[name] // sizes.ep_size, sizes.expert_shard_size)
+    for pattern in args.fsdpturbo_params.fsdp_ignored_modules:
+        if not any(name_matches(pattern, name) for name, _ in model.named_modules()):
+            raise ValueError(
+                f"fsdp_ignored_modules: the pattern {pattern!r} matches no module of {type(model).__name__}. Use names "
+                "as model.named_modules() gives them, with {*} for a number."
+            )
+    return counts
+
+
+def parallelize_model(
+    model: PreTrainedModel, args: FSDPTurboArguments, state: FSDPTurboParallelState
+) -> tuple[PreTrainedModel, ShardingReport]:
+    """Shard a model in place, whole on meta or on any device, over the meshes of ``state``.
+
+    Raises:
+        ValueError: sizes that do not fit the model.
+        RuntimeError: a parameter is managed twice or not at all.
+    """
+    params = args.fsdpturbo_params
+    report = ShardingReport(state.topology.to_dict(), params.ep_dispatcher)
+    counts = check_model(model, args, state)
+    options = fsdp_options(args)
+    ignored: set[nn.Parameter] = set()
+    for name, num_experts in counts.items():
+        module = model.get_submodule(name)
+        route_experts(module, num_experts, params.ep_dispatcher, state, expert_options(options))
+        ignored.update(module.parameters())
+        report.num_experts = num_experts
+    report.expert_modules, report.ignored_parameters = len(counts), len(ignored)
+    report.expert_parameters = sum(parameter.numel() for parameter in ignored)
+    free = _ignored_parameters(model, params.fsdp_ignored_modules) - ignored
+    report.dense_units = len(outer_fully_shard(model, state.dense_mesh, ignored=ignored | free, options=options))
+    check_ownership(model, free)
+    model._is_accelerate_prepared = True  # accelerate then passes it through untouched: no DDP, no autocast, no .to()
+    return model, report
+
+
+def _ignored_parameters(model: nn.Module, patterns: list[str]) -> set[nn.Parameter]:
+    return {
+        parameter
+        for name, module in model.named_modules()
+        if any(name_matches(pattern, name) for pattern in patterns)
+        for parameter in module.parameters()
+    }

@@ -1,0 +1,117 @@
+"""From a path or a model object to a sharded model, through the doors that TRL and Transformers use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.parallelize import ShardingReport, check_model, fsdp_options, parallelize_model
+from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
+from hf_fsdpturbo.weights import check_checkpoint_files, load_sharded
+
+if TYPE_CHECKING:
+    from hf_fsdpturbo.arguments import FSDPTurboArguments
+
+STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def refuse_model(given: dict[str, Any]) -> None:
+    """Refuse trainer arguments that build or change the model past our loader (spec section 14).
+
+    Args:
+        given: the trainer's bound arguments by name.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, reason in {
+        "model_init": "it rebuilds the model for each trial, past the sharded loader",
+        "quantization_config": "quantised weights cannot be sharded by expert",
+    }.items():
+        if given.get(name) is not None:
+            raise ValueError(f"{name} is not supported: {reason}. Leave {name} out.")
+    model = given.get("model")
+    config = getattr(model, "config", None)
+    if getattr(config, "distributed_config", None) is not None or getattr(model, "_device_mesh", None) is not None:
+        raise ValueError(
+            "model was loaded with its own distributed_config, but sharding is done by hf_fsdpturbo. Load it without one."
+        )
+    if getattr(config, "quantization_config", None) is not None or getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("model is quantised, which is not supported: load it unquantised.")
+
+
+def _from_pretrained(trainer_class: type, config: FSDPTurboArguments) -> tuple[Any, dict[str, Any]]:
+    """The loader that the trainer's family uses, and its keywords. TRL trainers take TRL's own."""
+    kwargs: dict[str, Any] = dict(getattr(config, "model_init_kwargs", None) or {})
+    for name in ("device_map", "distributed_config", "tp_plan", "quantization_config"):
+        if kwargs.pop(name, None) is not None:
+            raise ValueError(f"model_init_kwargs[{name!r}] is not supported: placement is decided by hf_fsdpturbo. Remove it.")
+    storage = STORAGE_DTYPES.get(config.fsdpturbo_params.param_storage_dtype)
+    if storage is not None:
+        kwargs["dtype"] = storage
+    trl_trainer = next((c.__name__ for c in trainer_class.__mro__ if c.__module__.startswith("trl.")), None)
+    if trl_trainer is None:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained, kwargs
+    from trl.trainer.utils import create_model_from_path
+
+    kwargs.setdefault("trust_remote_code", getattr(config, "trust_remote_code", False))
+    return create_model_from_path, kwargs
+
+
+def build_model(
+    trainer_class: type, path: str, config: FSDPTurboArguments, state: FSDPTurboParallelState | None
+) -> tuple[Any, ShardingReport | None]:
+    """Load a model from a path, every rank its own slices; in one process, load it whole.
+
+    Raises:
+        ValueError: the checkpoint is damaged or does not fit; sizes do not fit the model.
+    """
+    build, kwargs = _from_pretrained(trainer_class, config)
+    _refuse_quantised(path, kwargs)
+    if state is None:
+        check_checkpoint_files(path)
+        return build(path, **{**kwargs, "device_map": None}), None
+    check_gradient_scale(state, fsdp_options(config))
+    reports: list[ShardingReport] = []
+
+    def shard(model: nn.Module) -> nn.Module:
+        sharded, report = parallelize_model(model, config, state)
+        reports.append(report)
+        return sharded
+
+    return load_sharded(path, build, shard, device=config.device, **kwargs), reports[0]
+
+
+def _refuse_quantised(path: str, kwargs: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+
+    loaded = AutoConfig.from_pretrained(
+        path, trust_remote_code=kwargs.get("trust_remote_code", False), revision=kwargs.get("revision")
+    )
+    if getattr(loaded, "quantization_config", None) is not None:
+        raise ValueError(f"The checkpoint {path} is quantised, which is not supported: use its unquantised version.")
+
+
+def shard_given_model(
+    model: Any, config: FSDPTurboArguments, state: FSDPTurboParallelState | None
+) -> tuple[Any, ShardingReport | None]:
+    """Shard a model object that every rank holds whole, in place; in one process, only convert its dtype.
+
+    Raises:
+        ValueError: sizes do not fit the model.
+    """
+    storage = STORAGE_DTYPES.get(config.fsdpturbo_params.param_storage_dtype)
+    if storage is not None:
+        model = model.to(storage)
+    if state is None:
+        return model, None
+    check_model(model, config, state)
+    check_gradient_scale(state, fsdp_options(config))
+    model, report = parallelize_model(model, config, state)
+    model.to(config.device)
+    return model, report

@@ -1,0 +1,58 @@
+"""Where sharding and dispatch meet: the forward that replaces an experts module's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from hf_fsdpturbo.dispatch import Dispatcher, get_dispatcher
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.sharding.expert_fsdp import fully_shard_experts
+from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts, shard_experts
+
+
+class RoutedForward:
+    """Callable put in place of ``experts.forward``: same arguments, experts anywhere in the ep group.
+
+    Args:
+        experts: the local block.
+        dispatcher: brings rows to experts and back.
+    """
+
+    def __init__(self, experts: ModuleExperts, dispatcher: Dispatcher) -> None:
+        self.experts = experts
+        self.dispatcher = dispatcher
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """``hidden_states [..., D], top_k_index [T, K], top_k_weights [T, K]`` -> the shape and dtype of the hidden states."""
+        rows_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        index_TK = top_k_index.reshape(rows_TD.shape[0], -1)
+        weights_TK = top_k_weights.reshape(rows_TD.shape[0], -1)
+        return self.dispatcher(rows_TD, index_TK, weights_TK, self.experts).view(hidden_states.shape)
+
+
+def expert_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The same for experts, but their inputs keep their dtypes: routing weights may be float32 beside bf16 rows."""
+    policy = options["mp_policy"]
+    own = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+    return {**options, "mp_policy": own}
+
+
+def route_experts(
+    module: nn.Module, num_experts: int, dispatcher: str, state: FSDPTurboParallelState, options: dict[str, Any]
+) -> ModuleExperts:
+    """EP, dispatcher and EFSDP of one experts module."""
+    topology = state.topology
+    experts = shard_experts(module, state.ep_mesh, num_experts)
+    group = state.ep_mesh.get_group() if topology.ep_size > 1 else None
+    module.forward = RoutedForward(experts, get_dispatcher(dispatcher)(group, num_experts))
+    fully_shard_experts(
+        module,
+        state.expert_fsdp_mesh,
+        num_local_experts=experts.num_local_experts,
+        divide_factor=topology.dp_size * topology.cp_size,
+        options=options,
+    )
+    return experts

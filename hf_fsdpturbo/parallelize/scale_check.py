@@ -1,0 +1,92 @@
+"""Start-up check: a known gradient through every mesh of the run, compared with its value on paper.
+
+Backends and torch versions differ in what they divide (FSDP2 over gloo on torch 2.7 divides nothing), and a wrong factor
+is invisible under Adam. Rank r feeds the value v_r = r mod 7 + 1; every gradient must come out as the mean of all v_r.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.parallelize.routed_experts import expert_options, route_experts
+
+WIDTH = 8
+
+
+class _DenseProbe(nn.Module):
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(world_size, WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return (self.weight * value).sum()
+
+
+class _ExpertProbe(nn.Module):
+    """Stacked experts that multiply a row by their weight; the layout is Transformers' (one expert a row of dim 0)."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.ones(num_experts, 1, WIDTH))
+
+    def forward(self, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return rows * self.weight[top_k_index[:, 0], 0] * top_k_weights
+
+
+def _deviation(parameter: nn.Parameter, expected: float) -> float:
+    gradient = parameter.grad
+    assert gradient is not None
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return float((local.float() - expected).abs().max()) if local.numel() else 0.0
+
+
+def check_gradient_scale(state: FSDPTurboParallelState, options: dict[str, Any]) -> None:
+    """Run both probes with the run's own ``fully_shard`` options; collective over all ranks.
+
+    Raises:
+        RuntimeError: on every rank, naming mesh, backend, version and the factor found.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    value, expected = float(rank % 7 + 1), sum(r % 7 + 1 for r in range(world)) / world
+    device = torch.device(state.device_type)
+    dense = _DenseProbe(world).to(device)
+    fully_shard(dense, mesh=state.dense_mesh, **options)
+    dense(torch.tensor(value, device=device)).backward()
+
+    topology = state.topology
+    experts = _ExpertProbe(topology.ep_size * topology.expert_shard_size).to(device)
+    route_experts(experts, experts.num_experts, "eager", state, expert_options(options))
+    count = topology.ep_size * topology.expert_shard_size
+    dtype = options["mp_policy"].param_dtype or torch.float32
+    rows = torch.full((1, WIDTH), value, device=device, dtype=dtype, requires_grad=True)
+    experts(rows, torch.arange(count, device=device)[None], torch.ones(1, count, device=device, dtype=dtype)).sum().backward()
+    assert rows.grad is not None
+    found = {
+        f"dense mesh {state.dense_mesh}": (_deviation(dense.weight, expected), expected),
+        f"expert mesh {state.expert_mesh}": (_deviation(experts.weight, expected), expected),
+        "expert exchange": (float((rows.grad.float() - count).abs().max()), float(count)),
+    }
+    _raise_together(found, state.device_type, device)
+
+
+def _raise_together(found: dict[str, tuple[float, float]], device_type: str, device: torch.device) -> None:
+    worst = torch.tensor([deviation / expected for deviation, expected in found.values()], device=device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    wrong = [
+        f"{name}: off by {relative:.3g} of its value {expected:g}"
+        for (name, (_, expected)), relative in zip(found.items(), worst.tolist(), strict=True)
+        if not relative < 1e-4
+    ]
+    if wrong:
+        raise RuntimeError(
+            f"Gradient scale check failed on backend {dist.get_backend()} ({device_type}), torch {torch.__version__}: "
+            f"{'; '.join(wrong)}. Training would use wrong gradients; report this with the output of hf-fsdpturbo doctor."
+        )

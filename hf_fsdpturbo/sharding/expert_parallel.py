@@ -1,0 +1,133 @@
+"""Experts over the ep axis: each rank keeps a contiguous block of experts and a view of it that dispatchers run.
+
+S rows, L local experts, E all experts, D hidden, F ffn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+
+class _TouchWeights(torch.autograd.Function):
+    """Ties weights to an output that does not use them, with zero gradients: see Note [Ranks without tokens]."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        zeros = (torch.zeros_like(w) if need else None for w, need in zip(ctx.saved_tensors, needed, strict=True))
+        return gradients[0], *zeros
+
+
+# Note [Ranks without tokens]
+# A rank that received no rows must still produce (zero) gradients for its experts: FSDP starts the reduce-scatter of a
+# unit from the gradients of its parameters, and a rank that has none would leave the others waiting. The output is tied
+# to the weights as well, so that the exchange of gradients in backward runs on this rank even if its rows need none.
+
+
+class ModuleExperts:
+    """The local block of one experts module, as ``dispatch.LocalExperts``; built by :func:`shard_experts`.
+
+    Args:
+        module: experts module of Transformers' layout; its parameters may be plain or DTensors on ep.
+        forward: the forward it had before ours replaced it, called as ``forward(rows, local_index [S, 1], weight [S, 1])``.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Tensor], num_local_experts: int) -> None:
+        self.module = module
+        self.module_forward = forward
+        self.num_local_experts = num_local_experts
+        self.is_plain_swiglu = is_plain_swiglu(module)
+
+    def local_parameters(self) -> dict[str, Tensor]:
+        """Parameters of the module itself as local tensors, gradients flowing to the DTensors."""
+        return {
+            name: p.to_local() if isinstance(p, DTensor) else p
+            for name, p in self.module.named_parameters(recurse=False)
+        }
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """``(gate_up [L, 2F, D], down [L, D, F])``; only for plain SwiGLU experts."""
+        local = self.local_parameters()
+        return local["gate_up_proj"], local["down_proj"]
+
+    def forward_rows(self, rows_SD: Tensor, local_expert_S: Tensor, weight_S: Tensor | None) -> Tensor:
+        """The module's own forward with local experts only; ``[S, D]``."""
+        local = self.local_parameters()
+        if rows_SD.shape[0] == 0:
+            return _TouchWeights.apply(rows_SD, *local.values())
+        weight_S1 = torch.ones_like(local_expert_S, dtype=rows_SD.dtype) if weight_S is None else weight_S
+        with self._parameters_replaced(local):
+            return self.module_forward(rows_SD, local_expert_S.unsqueeze(-1), weight_S1.unsqueeze(-1))
+
+    @contextlib.contextmanager
+    def _parameters_replaced(self, local: dict[str, Tensor]) -> Iterator[None]:
+        """The module's code reads ``self.gate_up_proj``: show it local tensors for the length of one call."""
+        own = dict(self.module._parameters)
+        self.module._parameters.update(local)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            self.module._parameters.update(own)
+
+
+def is_plain_swiglu(module: nn.Module) -> bool:
+    """Whether the experts compute ``down(silu(gate(x)) * up(x))`` from ``gate_up_proj [E, 2F, D]`` and ``down_proj [E, D, F]``, nothing else."""
+    from transformers.activations import SiLUActivation
+    from transformers.integrations.moe import _default_apply_gate
+
+    flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    return (
+        all(getattr(module, flag, None) is value for flag, value in flags.items())
+        and getattr(module, "has_post_expert_norm", False) is False
+        and {name for name, _ in module.named_parameters()} == {"gate_up_proj", "down_proj"}
+        and isinstance(getattr(module, "act_fn", None), (SiLUActivation, nn.SiLU))
+        and getattr(type(module), "_apply_gate", None) is _default_apply_gate
+    )
+
+
+def check_experts(module: nn.Module, name: str, ep_size: int) -> int:
+    """Number of experts of a module, checked against ep_size.
+
+    Raises:
+        ValueError: the parameters are not stacked one expert a row of dim 0, or ep_size does not divide their number.
+    """
+    parameters = dict(module.named_parameters())
+    sizes = {n: p.shape[0] if p.ndim else 0 for n, p in parameters.items()}
+    num_experts = getattr(module, "num_experts", None) or max(sizes.values(), default=0)
+    odd = {n: tuple(parameters[n].shape) for n, size in sizes.items() if size != num_experts}
+    if not sizes or odd and ep_size > 1:
+        raise ValueError(
+            f"{name}: expert parallelism needs parameters stacked over {num_experts} experts in dim 0, but found "
+            f"{odd or 'no parameters'}. Train this model with ep_size=1."
+        )
+    if num_experts % ep_size:
+        raise ValueError(
+            f"ep_size ({ep_size}) must divide the number of experts ({num_experts}) of {name}. Choose an ep_size that "
+            "divides both dp_size and the number of experts."
+        )
+    return num_experts
+
+
+def shard_experts(module: nn.Module, ep_mesh: DeviceMesh, num_experts: int) -> ModuleExperts:
+    """Keep this rank's block of experts: every parameter becomes ``DTensor Shard(0)`` on the ep axis, trainable as it was.
+
+    A whole (or meta) tensor is expected on every rank; each takes its own slice, nothing is communicated.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        local = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
+        setattr(module, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
+    num_local_experts = num_experts // ep_mesh.size()
+    module.num_experts = num_local_experts  # the forward of Transformers sizes its histograms with it
+    return ModuleExperts(module, module.forward, num_local_experts)

@@ -1,0 +1,146 @@
+"""The trainer mixin: thin hooks that hand the model to the expert-mesh pipeline and leave the loop to Transformers and TRL.
+
+    class MyTrainer(FSDPTurboTrainerMixin, transformers.Trainer): ...
+
+The mixin stands first in the bases. It shards the model before the parent's ``__init__`` sees it; the parent then finds
+a model that accelerate takes for prepared, and runs unchanged.
+"""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import Trainer, set_seed
+from transformers.trainer_utils import enable_full_determinism
+
+from hf_fsdpturbo import compat, grad_norm
+from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, sizes_for_world
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
+from hf_fsdpturbo.parallelize import ShardingReport
+from hf_fsdpturbo.parallelize.build import build_model, refuse_model, shard_given_model
+
+
+class FSDPTurboTrainerMixin:
+    """Expert parallelism for any Transformers trainer; put it before the trainer in the bases.
+
+    ``model`` may be a path or a model object; ``args`` must extend ``FSDPTurboArguments``.
+
+    Attributes:
+        parallel_state: the meshes, None in a run of one process.
+        sharding_report: what was sharded, None in a run of one process.
+        last_group_norms: gradient norm of each kind of parameter (``dense``, ``expert``) at the last step; float32 scalars.
+    """
+
+    parallel_state: FSDPTurboParallelState | None = None
+    sharding_report: ShardingReport | None = None
+    last_group_norms: dict[str, Tensor] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs)
+        given = bound.arguments
+        config = given.get("args")
+        if not isinstance(config, FSDPTurboArguments):
+            raise ValueError(
+                f"args must extend FSDPTurboArguments, but it is {type(config).__name__}. Use FSDPTurboTrainingArguments, "
+                "FSDPTurboSFTConfig, FSDPTurboDPOConfig or FSDPTurboRewardConfig."
+            )
+        refuse_model(given)
+        enable_full_determinism(config.seed) if config.full_determinism else set_seed(config.seed)
+        self._set_up_meshes(config)
+        init_kwargs = getattr(config, "model_init_kwargs", None)
+        self._shard_models(given, config)
+        if hasattr(config, "model_init_kwargs"):
+            config.model_init_kwargs = None  # used up; TRL would warn that a model object ignores it
+        try:
+            super().__init__(*bound.args, **bound.kwargs)
+        finally:
+            if hasattr(config, "model_init_kwargs"):
+                config.model_init_kwargs = init_kwargs
+        self._finish_set_up(config)
+
+    def _set_up_meshes(self, config: FSDPTurboArguments) -> None:
+        """Check the sizes on every rank, then build the meshes (runs of two processes or more)."""
+        world_size = config.world_size
+        topology = Topology.resolve(world_size, **sizes_for_world(config, world_size))
+        if world_size == 1:
+            return
+        compat.refuse_broken_torch(world_size, dist.get_backend(), topology.cp_size, topology.ep_size)
+        timeout = timedelta(seconds=config.dist_timeout)
+        self.parallel_state = FSDPTurboParallelState.initialize(topology, config.device.type, timeout=timeout)
+
+    def _shard_models(self, given: dict[str, Any], config: FSDPTurboArguments) -> None:
+        """Replace ``model`` in the parent's arguments by the sharded one."""
+        model = given.get("model")
+        if isinstance(model, str):
+            given["model"], self.sharding_report = build_model(type(self), model, config, self.parallel_state)
+        elif isinstance(model, nn.Module):
+            given["model"], self.sharding_report = shard_given_model(model, config, self.parallel_state)
+
+    def _finish_set_up(self, config: FSDPTurboArguments) -> None:
+        """Warm up communicators and print one summary on rank 0."""
+        if self.parallel_state is not None:
+            grad_norm.warm_up(self.model)
+        if config.process_index == 0:
+            trainable = [p for p in self.model.parameters() if p.requires_grad]
+            in_bf16 = bool(trainable) and any(p.dtype == torch.bfloat16 for p in trainable)
+            lines = [describe_sources(config), self.sharding_report, bf16_storage_warning(config, in_bf16)]
+            print("\n".join(str(line) for line in lines if line), flush=True)
+
+    # Hooks of transformers.Trainer. Each is called by the unchanged training loop.
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Tell the data loader who shares a batch: it reads nothing but the axis names of this mesh."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        kind = str(self.accelerator.distributed_type)
+        if any(name in kind for name in ("FSDP", "DEEPSPEED", "MEGATRON")):
+            raise ValueError(
+                f"distributed_type is {kind}, but sharding is done by hf_fsdpturbo. Set distributed_type: MULTI_GPU "
+                "(MULTI_NPU on Ascend; MULTI_GPU with use_cpu: true on CPU) in the accelerate config."
+            )
+        if self.parallel_state is not None:
+            self.accelerator.state.device_mesh = self.parallel_state.loader_mesh
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """A sharded model is where it belongs."""
+        if self.parallel_state is None:
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Optimizer over sharded parameters: after an evaluation some units are still whole."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return super().create_optimizer() if model is None else super().create_optimizer(model)  # type: ignore[misc]
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        if self.parallel_state is None:
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        return self._norm_and_clip(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self.parallel_state is None or grad_norm is not None:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+        return self._norm_and_clip(model, float("inf"))
+
+    def _norm_and_clip(self, model: nn.Module, max_norm: float) -> Tensor:
+        grad_norm.average_replicated_gradients_(model)
+        norms = grad_norm.group_norms(model)
+        norm = grad_norm.total_norm(norms)
+        self.last_group_norms = {**norms, "total": norm}
+        if max_norm != float("inf"):
+            grad_norm.scale_gradients_(model, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: each trial would build a new model past the sharded loader."""
+        raise ValueError("hyperparameter_search rebuilds the model for each trial and is not supported; start one run per trial.")
+
+
+class FSDPTurboTrainer(FSDPTurboTrainerMixin, Trainer):
+    """``transformers.Trainer`` with the expert-mesh pipeline; ``model`` may also be a path (loaded as a causal LM)."""

@@ -1,0 +1,210 @@
+"""Loading: the model is sharded while ``from_pretrained`` builds it, so that every rank reads only its own slices."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+FRESH_HEADS = ("score.", "classifier.")
+"""Task heads that a base checkpoint does not have; they start fresh (and equal on all ranks), everything else must be there."""
+
+
+@contextlib.contextmanager
+def sharding_during_load(shard: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
+    """While open, ``from_pretrained(distributed_config=DistributedConfig())`` calls ``shard(model)`` between building the model on meta and reading its weights.
+
+    The class method that Transformers calls there is replaced for the length of the context, in this process; a
+    contract test pins its name and arguments.
+    """
+    from transformers import PreTrainedModel
+
+    own = PreTrainedModel.__dict__.get("maybe_distribute_model")
+
+    def maybe_distribute_model(cls: type, model: nn.Module, distributed_config: Any, mesh_manager: Any) -> nn.Module:
+        if getattr(model.config, "distributed_config", None) is not None:
+            del model.config.distributed_config  # ours is not Transformers' own distribution: keep it out of config.json
+        return shard(model)
+
+    PreTrainedModel.maybe_distribute_model = classmethod(maybe_distribute_model)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del PreTrainedModel.maybe_distribute_model
+        else:
+            PreTrainedModel.maybe_distribute_model = own
+
+
+def load_sharded(
+    path: str,
+    build: Callable[..., tuple[nn.Module, dict[str, Any]]],
+    shard: Callable[[nn.Module], nn.Module],
+    *,
+    device: torch.device,
+    **from_pretrained_kwargs: Any,
+) -> nn.Module:
+    """Build and load a model that is sharded by ``shard`` before its weights are read.
+
+    Args:
+        path: local directory or Hub id.
+        build: a ``from_pretrained`` (or something that calls one with the keywords it gets).
+        shard: shards a model on meta in place and returns it.
+        device: where shards and non-persistent buffers live.
+        from_pretrained_kwargs: passed on (``dtype``, ``attn_implementation``, ...).
+
+    Raises:
+        ValueError: a checkpoint file is missing, truncated or not safetensors; keys are missing, unexpected or of a
+            wrong shape. Raised on every rank.
+    """
+    from transformers.distributed import DistributedConfig
+
+    check_checkpoint_files(path)
+    kwargs = dict(from_pretrained_kwargs)
+    kwargs["device_map"] = None if device.type == "cpu" else {"": device}
+
+    def shard_on_meta(model: nn.Module) -> nn.Module:
+        keep_float32(model)
+        return shard(model)
+
+    with sharding_during_load(shard_on_meta):
+        model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
+    check_loading_info(path, info)
+    own_storage(model)
+    return model
+
+
+def keep_float32(model: nn.Module) -> None:
+    """Give parameters that Transformers keeps in float32 (routers, say) that dtype on meta already: FSDP fixes dtypes when it wraps."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(model.dtype)
+    if not plan:
+        return
+    pattern, sources, _ = build_glob_alternation(list(plan))
+    for name, parameter in model.named_parameters():
+        if (match := pattern.search(name)) is not None:
+            parameter.data = parameter.data.to(plan[sources[match.lastgroup]])
+
+
+def check_loading_info(path: str, info: dict[str, Any]) -> list[str]:
+    """Turn what Transformers only logs into errors; returns the fresh task-head keys.
+
+    Raises:
+        ValueError: missing, unexpected or mismatched keys.
+    """
+    missing = sorted(str(key) for key in info.get("missing_keys", ()))
+    fresh = [key for key in missing if key.startswith(FRESH_HEADS)]
+    faults = {
+        "missing": [key for key in missing if key not in fresh],
+        "unexpected": sorted(str(key) for key in info.get("unexpected_keys", ())),
+        "of another shape": sorted(str(key) for key in info.get("mismatched_keys", ())),
+        "unreadable": sorted(str(message) for message in info.get("error_msgs", ())),
+    }
+    found = {kind: keys for kind, keys in faults.items() if keys}
+    if found:
+        text = "; ".join(f"{kind}: {keys[:5]}{' and more' if len(keys) > 5 else ''}" for kind, keys in found.items())
+        raise ValueError(f"The checkpoint {path} does not fit the model: {text}. Use the model's own checkpoint.")
+    return fresh
+
+
+def own_storage(model: nn.Module) -> None:
+    """Copy local shards that are views into a whole tensor's storage (Transformers' CPU loader leaves them so), so that the whole can be freed."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if not isinstance(parameter, DTensor):
+                continue
+            local = parameter.to_local()
+            if local.device.type == "meta" or local.untyped_storage().nbytes() <= local.numel() * local.element_size():
+                continue
+            owned = DTensor.from_local(
+                local.detach().clone(),
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            module._parameters[name] = nn.Parameter(owned, requires_grad=parameter.requires_grad)
+
+
+def copy_full_tensor_(target: Tensor, full: Tensor) -> None:
+    """Copy a whole tensor into a parameter: this rank's slice if it is a DTensor, converted to its dtype.
+
+    The slice is the one DTensor itself computes; cutting mesh axis by mesh axis is wrong where two axes share a dim.
+
+    Raises:
+        ValueError: the global shapes differ.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if tuple(target.shape) != tuple(full.shape):
+        raise ValueError(f"A tensor of shape {tuple(full.shape)} does not fit a parameter of {tuple(target.shape)}.")
+    with torch.no_grad():
+        if not isinstance(target, DTensor):
+            target.copy_(full)
+            return
+        shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+        local = target.to_local()
+        if local.numel():
+            own = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+            local.copy_(full[own].to(device=local.device, dtype=local.dtype))
+
+
+def check_checkpoint_files(path: str) -> None:
+    """Read only the headers of a local safetensors checkpoint: every file named by the index is there, whole, and holds its keys.
+
+    Hub ids and other formats are left to Transformers.
+
+    Raises:
+        ValueError: naming the file, and the key where there is one.
+    """
+    if not os.path.isdir(path):
+        return
+    index_path = os.path.join(path, "model.safetensors.index.json")
+    if os.path.isfile(index_path):
+        weight_map: dict[str, str] = _read_json(index_path).get("weight_map", {})
+        headers = {name: safetensors_header(os.path.join(path, name)) for name in sorted(set(weight_map.values()))}
+        for key, name in weight_map.items():
+            if key not in headers[name]:
+                raise ValueError(f"{os.path.join(path, name)} lacks the key {key!r} that the index promises.")
+    elif os.path.isfile(single := os.path.join(path, "model.safetensors")):
+        safetensors_header(single)
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    with open(path, encoding="utf-8") as file:
+        try:
+            return json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON ({error}). Copy the file again.") from error
+
+
+def safetensors_header(path: str) -> dict[str, Any]:
+    """Header of one safetensors file: key -> ``{dtype, shape, data_offsets}``.
+
+    Raises:
+        ValueError: the file is missing, is not safetensors, or is shorter than its header says.
+    """
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} is missing: the checkpoint's index names it. Copy the whole checkpoint.")
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"{path} is truncated or not a safetensors file ({size} bytes). Copy the file again.")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"{path} has no readable safetensors header ({error}). Copy the file again.") from error
+    header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if end != size:
+        raise ValueError(f"{path} has {size} bytes where its header says {end}: it is truncated. Copy the file again.")
+    return header
