@@ -124,17 +124,17 @@ def has_force_sum_reduction() -> bool:
 
 
 def has_unused_param_reduction() -> bool:
-    """Whether FSDPModule has ``set_reduce_scatter_unused_params`` (image batches need it). Goes when the floor is 2.13."""
+    """Whether FSDPModule has ``set_reduce_scatter_unused_params``, which image batches need. Goes at floor 2.13."""
     return torch_release() >= (2, 13)
 
 
 def has_mesh_concatenate() -> bool:
-    """Whether DeviceMesh has ``_concatenate`` (the mesh for edp > 1 with cp > 1 needs it). Goes when the floor is 2.10."""
+    """Whether DeviceMesh has ``_concatenate``; the mesh for edp > 1 with cp > 1 needs it. Goes at floor 2.10."""
     return torch_release() >= (2, 10)
 
 
 def has_cpu_grouped_mm() -> bool:
-    """Whether torch's grouped matmul runs on CPU (and through its composite kernel elsewhere). Goes when the floor is 2.9."""
+    """Whether torch's grouped matmul runs on CPU, and elsewhere through its composite kernel. Goes at floor 2.9."""
     return torch_release() >= (2, 9)
 
 
@@ -189,6 +189,6 @@ def refuse_broken_torch(world_size: int, backend: str, cp_size: int, ep_size: in
         )
     if not has_mesh_concatenate() and cp_size > 1 and edp_size > 1:
         raise ValueError(
-            f"edp_size={edp_size} (dp / (ep * efsdp)) with cp_size={cp_size} cannot build its mesh on torch {version}. "
-            "Install torch>=2.10, or leave efsdp_size out so that edp is 1."
+            f"edp_size={edp_size} (dp / (ep * efsdp)) with cp_size={cp_size} cannot build its mesh on torch "
+            f"{version}. Install torch>=2.10, or leave efsdp_size out so that edp is 1."
         )

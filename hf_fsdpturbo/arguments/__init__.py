@@ -1,4 +1,4 @@
-"""Configuration: fields, strict parsing, precedence between sources, refusals. Importing it imports no transformers."""
+"""Configuration: fields, strict parsing, precedence between sources, refusals. Importing it needs no transformers."""
 
 from __future__ import annotations
 

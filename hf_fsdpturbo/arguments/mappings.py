@@ -1,4 +1,4 @@
-"""From what the user gave (a mapping, a JSON string, or the path of a YAML/JSON file) to a dict of plain JSON types."""
+"""From what the user gave (a mapping, a JSON string, the path of a YAML/JSON file) to a dict of plain JSON types."""
 
 from __future__ import annotations
 

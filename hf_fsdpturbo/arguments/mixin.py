@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, InitParams, KernelParams
@@ -65,11 +65,11 @@ def _resolved_from(
 
 @dataclass
 class FSDPTurboArguments:
-    """Fields for expert parallelism; mix in before ``TrainingArguments``, ``SFTConfig``, ``DPOConfig``, ``RewardConfig``.
+    """Fields for expert parallelism; mix in before ``TrainingArguments``, ``SFTConfig``, ``DPOConfig`` and so on.
 
     After construction every field holds the value in force, ``dist_config`` the complete mapping (plain JSON types).
-    Other code reads ``fsdpturbo_params``, ``kernel_params`` and ``init_params``. Where values come from, and what counts
-    as given: see ``sources.py``.
+    Other code reads ``fsdpturbo_params``, ``kernel_params`` and ``init_params``. Where values come from, and what
+    counts as given: see ``sources.py``.
     """
 
     # The order dict | str | None matters: HfArgumentParser then takes text (JSON or a path) from the command line.
@@ -103,6 +103,18 @@ class FSDPTurboArguments:
         metadata={"help": "How weights are read: name init_on_meta, init_on_rank0 or init_on_default."},
     )
 
+    if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings
+        use_cpu: bool = field(default=False, init=False)
+        bf16: bool = field(default=False, init=False)
+        _n_gpu: int = field(default=1, init=False)
+
+        @property
+        def world_size(self) -> int: ...
+        @property
+        def process_index(self) -> int: ...
+        @property
+        def device(self) -> Any: ...
+
     def __post_init__(self) -> None:
         check_floors()
         launch_config.refuse_foreign_environment()
@@ -131,28 +143,30 @@ class FSDPTurboArguments:
         given: int = getattr(self, "ddp_timeout", _DDP_TIMEOUT_DEFAULT)
         if given not in (_DDP_TIMEOUT_DEFAULT, self.dist_timeout):
             raise ValueError(
-                f"ddp_timeout={given} contradicts dist_timeout={self.dist_timeout}, which sets it. Give dist_timeout only."
+                f"ddp_timeout={given} contradicts dist_timeout={self.dist_timeout}, which sets it. "
+                "Give dist_timeout only."
             )
         self.ddp_timeout = self.dist_timeout
 
     def _check_launch(self, launch: launch_config.LaunchConfig) -> None:
         """Compare what the launcher promised with what ``TrainingArguments`` made of it."""
-        launched, joined = launch_config.world_size(), self.world_size  # type: ignore[attr-defined]
+        launched, joined = launch_config.world_size(), self.world_size
         if launched != joined:
             raise ValueError(
-                f"The launcher started WORLD_SIZE={launched} processes, but this one has joined a world of {joined}: each "
-                "would train on its own. On CPU set use_cpu=True (use_cpu: true in the recipe or the accelerate config)."
+                f"The launcher started WORLD_SIZE={launched} processes, but this one has joined a world of {joined}: "
+                "each would train on its own. On CPU set use_cpu=True (use_cpu: true in the recipe or the accelerate "
+                "config)."
             )
         wanted = launch.mixed_precision or launch_config.exported_mixed_precision()
-        mine = "bf16" if self.bf16 else "no"  # type: ignore[attr-defined]
+        mine = "bf16" if self.bf16 else "no"
         if wanted not in (None, mine):
             raise ValueError(
-                f"mixed_precision={wanted} ({launch.path or 'environment'}) differs from the training arguments, where "
-                f"bf16={mine == 'bf16'}. Set bf16={wanted == 'bf16'}, or correct mixed_precision."
+                f"mixed_precision={wanted} ({launch.path or launch.found_by}) differs from the training arguments, "
+                f"where bf16={mine == 'bf16'}. Set bf16={wanted == 'bf16'}, or correct mixed_precision."
             )
 
     def _fit_one_process(self) -> None:
-        if self.world_size > 1:  # type: ignore[attr-defined]
+        if self.world_size > 1:
             return
         current = self._fsdpturbo
         effective, changed = reduce_to_one_process(current.settings)
@@ -167,8 +181,8 @@ class FSDPTurboArguments:
     def _warn(self) -> None:
         if not getattr(self, "average_tokens_across_devices", True):
             _warn_once(
-                "average_tokens_across_devices=False: each rank's loss is averaged over its own tokens, so ranks with few "
-                "tokens weigh more."
+                "average_tokens_across_devices=False: each rank's loss is averaged over its own tokens, so a token "
+                "weighs more on a rank that has few."
             )
         if not self.fsdpturbo_params.pin_memory and not self.fsdpturbo_params.offload_params:
             _warn_once("dist_config pin_memory=False has no effect without offload_params.")
@@ -178,8 +192,8 @@ class FSDPTurboArguments:
         """The checked ``dist_config``.
 
         Raises:
-            ValueError: ``ep_size``, ``ep_dispatcher`` or ``dist_config`` was assigned after construction; it would have
-                had no effect.
+            ValueError: ``ep_size``, ``ep_dispatcher`` or ``dist_config`` was assigned after construction, where it
+                would have no effect.
         """
         params = self._fsdpturbo.params
         for name, built in (
@@ -236,8 +250,8 @@ def describe_sources(args: FSDPTurboArguments) -> str:
 def bf16_storage_warning(args: Any, trainable_params_are_bf16: bool) -> str | None:
     """What to say about weights stored in bf16 at a low learning rate; None where there is nothing to say.
 
-    bf16 has 8 bits of mantissa: an update below about 1/256 of a weight is rounded away. Measured after 100 AdamW steps:
-    2 % of the weights had moved at 1e-6, 30 % at 2e-5, all with fp32 storage.
+    bf16 has 8 bits of mantissa: an update below about 1/512 of a weight is rounded away. Measured after 100 AdamW
+    steps: 2 % of the weights had moved at 1e-6, 30 % at 2e-5, all of them with fp32 storage.
 
     Args:
         args: training arguments with ``learning_rate``.
@@ -246,6 +260,6 @@ def bf16_storage_warning(args: Any, trainable_params_are_bf16: bool) -> str | No
     if not trainable_params_are_bf16 or args.learning_rate >= 1e-4:
         return None
     return (
-        f"Trainable weights are stored in bfloat16 and learning_rate={args.learning_rate:g} is below 1e-4: most updates are "
-        "too small for bf16 and are lost. dist_config param_storage_dtype='float32' keeps a master copy."
+        f"Trainable weights are stored in bfloat16 and learning_rate={args.learning_rate:g} is below 1e-4: many "
+        "updates are too small for bf16 and are lost. dist_config param_storage_dtype='float32' keeps a master copy."
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -38,10 +38,15 @@ def misplaced_hint(key: str, where: str) -> str:
     return ""
 
 
-def unknown_params(where: str, unknown: list[str], valid: list[str]) -> ValueError:
-    """The error for keys nobody knows; starts with ``Unknown params`` and lists the valid ones."""
+def unknown_params(where: str, unknown: list[str], valid: list[str], label: Callable[[str], str] = str) -> ValueError:
+    """The error for keys nobody knows: starts with ``Unknown params``, lists the valid ones, says where keys belong.
+
+    Args:
+        label: how a key is spelled at that place (prefix, capitals).
+    """
     hints = "".join(misplaced_hint(key, where) for key in unknown)
-    return ValueError(f"Unknown params in {where}: {sorted(unknown)}. Valid ones: {sorted(valid)}.{hints}")
+    spelled = [sorted(label(key) for key in keys) for keys in (unknown, valid)]
+    return ValueError(f"Unknown params in {where}: {spelled[0]}. Valid ones: {spelled[1]}.{hints}")
 
 
 def _matches(value: Any, kind: Any) -> bool:
@@ -149,8 +154,8 @@ class KernelParams:
         fla_only = [key for key in ("include_kernels", "chunk_size") if key in config]
         if fla_only and "flash-linear-attention" not in names:
             raise ValueError(
-                f"kernel_config {fla_only[0]}={config[fla_only[0]]!r} only acts on 'flash-linear-attention', which is not "
-                f"in name={config['name']!r}. Add it to name, or leave {fla_only[0]} out."
+                f"kernel_config {fla_only[0]}={config[fla_only[0]]!r} only acts on 'flash-linear-attention', which is "
+                f"not in name={config['name']!r}. Add it to name, or leave {fla_only[0]} out."
             )
         include = config.get("include_kernels", True)
         selected = (
@@ -161,7 +166,10 @@ class KernelParams:
 
 @dataclass
 class InitParams:
-    """`init_config`: who reads the weights. See spec: init_on_meta (each rank its slices), init_on_rank0, init_on_default."""
+    """`init_config`: who reads the weights.
+
+    init_on_meta: each rank its own slices; init_on_rank0: rank 0, which scatters; init_on_default: every rank, all.
+    """
 
     name: Literal["init_on_meta", "init_on_rank0", "init_on_default"] = "init_on_meta"
 
@@ -197,7 +205,7 @@ def _check_names(name: str, values: list[str], valid: tuple[str, ...]) -> None:
 
 
 def check_dist_keys(config: Mapping[str, Any]) -> None:
-    """Raise ``Unknown params ...`` for keys of a `dist_config` mapping that are no field of :class:`FSDPTurboParams`."""
+    """Raise ``Unknown params ...`` for keys of a `dist_config` mapping that :class:`FSDPTurboParams` does not have."""
     valid = [f.name for f in dataclasses.fields(FSDPTurboParams)]
     unknown = [key for key in config if key not in valid]
     if unknown:

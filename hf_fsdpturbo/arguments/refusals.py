@@ -32,7 +32,7 @@ def refuse_unsupported(args: Any) -> None:
     """Raise for every unsupported setting that shows before the device is set up.
 
     Args:
-        args: training arguments with resolved hf_fsdpturbo fields (``fsdpturbo_params``, ``kernel_params``, ``cp_size``).
+        args: training arguments whose hf_fsdpturbo fields are resolved.
 
     Raises:
         ValueError: naming field, value, reason and fix.
@@ -109,7 +109,7 @@ def _refuse_backend_fields(params: FSDPTurboParams) -> None:
 def _refuse_double_liger(args: Any, kernels: KernelParams | None) -> None:
     if getattr(args, "use_liger_kernel", False) and kernels is not None and "liger" in kernels.name:
         raise ValueError(
-            "use_liger_kernel=True together with kernel_config name 'liger' would patch the model twice. Keep one of them."
+            "use_liger_kernel=True together with kernel_config name 'liger' would patch the model twice. Keep one."
         )
 
 

@@ -3,29 +3,27 @@
 Settings are merged one by one: each public field by its name, each key of ``dist_config`` as ``dist_config.<key>``
 (``ep_size`` and ``ep_dispatcher`` are short for two of them); ``kernel_config`` and ``init_config`` go as a whole.
 
-Note [what counts as given in Python]: a dataclass cannot tell a field left out from one set to its default. A value that
-differs from the default was given; one equal to it was not, so it does not override the environment or the YAML (keys
-inside ``dist_config`` do: there, present means given). And a value equal to what the environment or the YAML says is put
-down to them: that keeps the record right when arguments are copied, since a copy passes every resolved value again.
+Note [what counts as given in Python]: a dataclass cannot tell a field left out from one set to its default. A value
+that differs from the default was given; one equal to it was not, so it does not override the environment or the YAML
+(keys inside ``dist_config`` do: there, present means given). And a value equal to what the environment or the YAML
+says is put down to them: that keeps the record right when arguments are copied, as a copy passes every value again.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hf_fsdpturbo.arguments.mappings import parse_mapping
 from hf_fsdpturbo.arguments.params import (
-    SPEC_FIELDS,
     FSDPTurboParams,
     InitParams,
     KernelParams,
     check_dist_keys,
     check_positive,
     check_type,
-    misplaced_hint,
+    unknown_params,
 )
 from hf_fsdpturbo.launch_config import ENV_PREFIX, YAML_PREFIX, LaunchConfig, environment_fields, read_launch_config
 
@@ -82,15 +80,15 @@ def resolve_settings(given: Mapping[str, Any]) -> tuple[dict[str, Setting], Laun
     Raises:
         ValueError: a source contradicts itself, or holds an unknown key, a wrong type or a value out of range.
     """
-    names = list(PUBLIC_DEFAULTS)
-    _hint_environment(names)
-    launch = read_launch_config(names)
-    python = {name: given[name] for name in names if not _is_default(name, given[name])}
-    environment = {name: _from_text(name, text) for name, text in environment_fields(names).items()}
+    launch = read_launch_config()
+    python = {name: given[name] for name in PUBLIC_DEFAULTS if not _is_default(name, given[name])}
+    texts = _known(environment_fields(), "the environment", lambda name: ENV_PREFIX + name.upper())
+    environment = {name: _from_text(name, text) for name, text in texts.items()}
+    yaml_fields = _known(launch.fields, f"fsdp_config of {launch.path}", lambda name: YAML_PREFIX + name)
     layers = [
         (PYTHON, _flatten(python, PYTHON)),
         (ENVIRONMENT, _flatten(environment, f"{ENVIRONMENT}, {ENV_PREFIX}...")),
-        (YAML, _flatten(launch.fields, f"{launch.path}, {YAML_PREFIX}...")),
+        (YAML, _flatten(yaml_fields, f"{launch.path}, {YAML_PREFIX}...")),
         (DEFAULT, _defaults()),
     ]
     settings = {key: _pick(key, layers) for key in layers[-1][1]}
@@ -116,26 +114,24 @@ def _pick(key: str, layers: list[tuple[str, dict[str, Any]]]) -> Setting:
     return Setting(value, source)
 
 
-def _hint_environment(names: list[str]) -> None:
-    """Nothing to do for known names; gives misplaced ones their hint before the plain error would."""
-    try:
-        environment_fields(names)
-    except ValueError as error:
-        private = [*SPEC_FIELDS, *(f.name for f in dataclasses.fields(FSDPTurboParams))]
-        hints = "".join(
-            misplaced_hint(key, "environment") for key in private if f"{ENV_PREFIX}{key.upper()}=" in str(error)
-        )
-        raise ValueError(f"{error}{hints}") from None
+def _known(values: Mapping[str, Any], where: str, label: Callable[[str], str]) -> Mapping[str, Any]:
+    """``values`` if every name is a public field; else ``Unknown params ...``, spelled as the user wrote them."""
+    unknown = [name for name in values if name not in PUBLIC_DEFAULTS]
+    if unknown:
+        raise unknown_params(where, unknown, list(PUBLIC_DEFAULTS), label)
+    return values
 
 
 def _from_text(name: str, text: str) -> Any:
-    """The value of an environment variable: integers are read, everything else stays text (JSON or a path, or a name)."""
+    """The value of an environment variable: integers are read; names, paths and JSON stay text."""
+    variable = ENV_PREFIX + name.upper()
+    if not text.strip():
+        raise ValueError(f"The environment's {variable} is empty. Give it a value, or unset it.")
     if name not in INTEGERS:
         return text
     try:
         return int(text)
     except ValueError:
-        variable = ENV_PREFIX + name.upper()
         raise ValueError(f"The environment's {variable} must be an integer, but it is {text!r}. Correct it.") from None
 
 
@@ -163,8 +159,8 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
             short = values.pop(name)
             if name in dist and dist[name] != short:
                 raise ValueError(
-                    f"{name}={short!r} contradicts dist_config {name}={dist[name]!r}, and both come from the same source "
-                    f"({where}). Give {name} once, or the same value twice."
+                    f"{name}={short!r} contradicts dist_config {name}={dist[name]!r}, and both come from one source: "
+                    f"{where}. Give {name} once, or the same value twice."
                 )
             dist[name] = short
     FSDPTurboParams(**dist)  # checks types and values; the merged ones are built later
@@ -176,7 +172,7 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def reduce_to_one_process(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
-    """For a run of one process: sizes from the environment or the YAML become 1; those given in Python stay as they are.
+    """For a run of one process: sizes from the environment or the YAML become 1; those given in Python stay.
 
     Returns:
         the new settings and the names of those that changed.

@@ -1,0 +1,92 @@
+"""The accelerate YAML: what it says to us, and what in it hf_fsdpturbo cannot honour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+YAML_PREFIX = "fsdp_turbo_"
+
+# Types under which accelerate starts one process a device and leaves the model alone.
+_USABLE_TYPES = ("MULTI_GPU", "MULTI_NPU", "NO")
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """What the accelerate YAML of this run says.
+
+    Attributes:
+        path: absolute path of the YAML, or None when there is none.
+        found_by: how it was found, for the summary.
+        fields: our keys (``fsdp_turbo_`` removed), values as YAML has them; not yet checked.
+        use_cpu: the YAML's top-level ``use_cpu``.
+        mixed_precision: "no", "bf16", or None when neither the YAML nor the launch command says.
+    """
+
+    path: str | None = None
+    found_by: str = "no accelerate launcher above this process"
+    fields: dict[str, Any] = field(default_factory=dict)
+    use_cpu: bool = False
+    mixed_precision: str | None = None
+
+
+def read_yaml(path: Path, found_by: str, precision_flag: str | None) -> LaunchConfig:
+    import yaml
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path = path.expanduser().absolute()
+    where = f"accelerate config {path}"
+    if not path.is_file():
+        raise ValueError(f"{found_by}: there is no such file ({path}). Correct the path.")
+    try:
+        config = load_config_from_file(str(path))
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ValueError(f"{where} cannot be read by accelerate: {error}") from error
+    _refuse_foreign_config(config, where)
+    if not isinstance(config.use_cpu, bool):
+        raise ValueError(f"use_cpu must be true or false, but it is {config.use_cpu!r} in {where}.")
+    precision = precision_flag or config.mixed_precision
+    if precision is not None and str(precision).lower() not in ("no", "bf16"):
+        raise ValueError(
+            f"mixed_precision={precision} in {where}: hf_fsdpturbo trains in bf16 or fp32. Use bf16 or no."
+        )
+    return LaunchConfig(
+        path=str(path),
+        found_by=found_by,
+        fields=_our_fields(config.fsdp_config, where),
+        use_cpu=config.use_cpu,
+        mixed_precision=None if precision is None else str(precision).lower(),
+    )
+
+
+def _refuse_foreign_config(config: Any, where: str) -> None:
+    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+    if str(getattr(config.compute_environment, "value", "")) != "LOCAL_MACHINE":
+        raise ValueError(
+            f"compute_environment={config.compute_environment} in {where}: only LOCAL_MACHINE is supported."
+        )
+    if kind not in _USABLE_TYPES:
+        extra = " (accelerate starts one process only for it)" if kind == "MULTI_CPU" else ""
+        raise ValueError(
+            f"distributed_type={kind}{extra} in {where} cannot be combined with hf_fsdpturbo, which shards the model "
+            "itself. Use MULTI_GPU or MULTI_NPU; on CPU, MULTI_GPU with use_cpu: true."
+        )
+    blocks = {"parallelism_config": "cp_size, mp_replicate_size", "deepspeed_config": "", "megatron_lm_config": ""}
+    for block, ours in blocks.items():
+        if value := getattr(config, block, None):
+            instead = f" Ours are fsdp_turbo_<field> in fsdp_config: {ours}." if ours else ""
+            raise ValueError(f"{block}={value} in {where} cannot be combined with hf_fsdpturbo. Remove it.{instead}")
+    backend = str((config.dynamo_config or {}).get("dynamo_backend", "no"))
+    if backend.lower() != "no":
+        raise ValueError(f"dynamo_backend={backend} in {where}: torch_compile is not supported. Remove it.")
+
+
+def _our_fields(block: dict[str, Any], where: str) -> dict[str, Any]:
+    foreign = sorted(key for key in block if not key.startswith(YAML_PREFIX))
+    if foreign:
+        raise ValueError(
+            f"fsdp_config {foreign[0]}={block[foreign[0]]!r} in {where} is accelerate's own FSDP setting, and FSDP is "
+            f"ours here. Remove {foreign}; only {YAML_PREFIX}<field> keys belong there."
+        )
+    return {key.removeprefix(YAML_PREFIX): value for key, value in block.items()}
