@@ -59,8 +59,8 @@ def chunk_gated_delta_rule(
     """Same call as Transformers' `torch_chunk_gated_delta_rule`, with documents.
 
     query, key [B, S, Hk, Dk], value [B, S, Hv, Dv] with Hv a multiple of Hk (key head h serves value heads h*G to
-    h*G + G - 1); g [B, S, Hv] log decay (<= 0); beta [B, S, Hv]. Returns `out` [B, S, Hv, Dv] in query's dtype, and the state.
-    Everything is computed in float32 (float64 if query is float64), the state included.
+    h*G + G - 1); g [B, S, Hv] log decay (<= 0); beta [B, S, Hv]. Returns `out` [B, S, Hv, Dv] in query's dtype,
+    and the state. Everything is computed in float32 (float64 if query is float64), the state included.
 
     Documents, in order of precedence: `document_ids` or `seq_idx` [B, S] (a new id starts a document, any B), or
     `cu_seqlens` [N + 1] (B == 1). No document reads another. With ids `initial_state` [B, Hv, Dk, Dv] continues

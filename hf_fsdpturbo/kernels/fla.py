@@ -1,0 +1,157 @@
+"""flash-linear-attention (FLA): the one file that imports it, when it can run, and how it is called.
+
+Shape legend: B batch, S sequence, Hk / Hv key / value heads, Dk / Dv head sizes, Ch conv channels, W conv width.
+
+Three things differ from calling FLA through Transformers 5.24. `chunk_size` arrives: Transformers' wrapper passes on
+only the named parameters of FLA's function, and FLA takes `chunk_size` through `**kwargs`, so it is dropped there.
+FLA's own convolution, which keeps documents apart, comes with the rule. And whether FLA can run is asked before
+training starts.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from hf_fsdpturbo.compat import OPTIONAL, installed_version, is_available
+from hf_fsdpturbo.kernels.documents import Documents
+from hf_fsdpturbo.kernels.gated_delta_rule import chunk_gated_delta_rule as torch_rule
+
+HOPPER_MAJOR = 9  # CUDA compute capability of H100, H200, GH200
+BAD_TRITON = (Version("3.4"), Version("3.7.1"))  # [first wrong, first right) on Hopper: FLA issue 640
+TILELANG = "tilelang"  # FLA's other backend for that one kernel
+SELF_CHECK_TOLERANCE = 2e-2  # ||a-b||/||b||; bf16 rounding of the per-chunk states gives 3e-3 to 8e-3
+
+
+def known_bad_pair(capability: tuple[int, int] | None, triton: Version | None, has_tilelang: bool) -> str | None:
+    """The sentence for Hopper with a Triton whose gated backward is wrong, or None (FLA raises at that backward)."""
+    if capability is None or capability[0] != HOPPER_MAJOR or triton is None or has_tilelang:
+        return None
+    if BAD_TRITON[0] <= Version(triton.base_version) < BAD_TRITON[1]:
+        return (
+            f"Triton {triton} computes wrong gradients for FLA's gated delta rule on Hopper (compute capability "
+            f"{capability[0]}.{capability[1]}); install triton>={BAD_TRITON[1]} or tilelang"
+        )
+    return None
+
+
+def why_not(device_type: str) -> str | None:
+    """Why FLA cannot run on this device type, as the end of a sentence; None when it can, as far as is known."""
+    if device_type not in ("cuda", "npu"):
+        return f"flash-linear-attention has no {device_type} kernels"
+    if not is_available("fla"):
+        return f"flash-linear-attention is not installed ({OPTIONAL['fla'][1]})"
+    if device_type == "cuda":
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        bad = known_bad_pair(capability, installed_version("triton"), is_available(TILELANG))
+        if bad is not None:
+            return bad
+    try:
+        _operators()
+    except ImportError as error:
+        return f"flash-linear-attention is installed but cannot be imported: {error}"
+    return None
+
+
+def _operators() -> tuple[Any, Any]:
+    """(fla.ops.gated_delta_rule, fla.modules.causal_conv1d's function). ImportError without Triton."""
+    rules = importlib.import_module("fla.ops.gated_delta_rule")
+    conv = importlib.import_module("fla.modules.causal_conv1d")
+    return rules, conv.causal_conv1d
+
+
+def chunk_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: torch.Tensor | None,
+    documents: Documents | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """FLA's chunk rule, shapes as in gated_delta_rule.py. A packed batch of B rows runs as one row of B * S positions.
+
+    g stays float32, key and query heads are not repeated (FLA groups them itself).
+    """
+    rules, _ = _operators()
+    lengths: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+    inputs = [query, key, value, g, beta]
+    if documents is not None:
+        lengths = {"cu_seqlens": documents.cu_seqlens, "cu_seqlens_cpu": documents.cu_seqlens_cpu}
+        inputs = [x.reshape(1, -1, *x.shape[2:]) for x in inputs]
+    q, k, v, decay, write = inputs
+    out, state = rules.chunk_gated_delta_rule(
+        q, k, v, decay, write, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, chunk_size=chunk_size, **lengths,
+    )  # fmt: skip
+    return out.reshape(value.shape), state
+
+
+def recurrent_rule(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """FLA's token-by-token rule, for generation: it has no backward."""
+    rules, _ = _operators()
+    accepted = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens")
+    given = {name: kwargs[name] for name in accepted if name in kwargs}
+    out, state = rules.fused_recurrent_gated_delta_rule(query, key, value, **given)
+    return out, state
+
+
+def conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    *,
+    cu_seqlens: torch.Tensor | None,
+    documents: Documents | None,
+) -> torch.Tensor:
+    """FLA's causal convolution under our convention: x [B, Ch, S] in and out, weight [Ch, W]; silu, swish or None."""
+    _, causal_conv1d = _operators()
+    rows = x.transpose(1, 2)  # FLA: [B, S, Ch]
+    lengths: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+    if documents is not None:
+        lengths = {"cu_seqlens": documents.cu_seqlens, "cu_seqlens_cpu": documents.cu_seqlens_cpu}
+        rows = rows.reshape(1, -1, x.shape[1])
+    out, _ = causal_conv1d(rows.contiguous(), weight, bias, activation=activation, **lengths)
+    return out.reshape(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
+
+
+def self_check(device: torch.device, chunk_size: int, key_dim: int, value_dim: int) -> str | None:
+    """Run a small packed forward and backward on the device and compare with our own rule in float32.
+
+    An FLA that cannot compile, or computes something else, is found here and not in the first training step. Returns
+    what is wrong, as the end of a sentence, or None. A compiler's own exception passes through and ends the run.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (1, 80, 1, key_dim), "key": (1, 80, 1, key_dim), "value": (1, 80, 2, value_dim)}
+    drawn = {name: torch.randn(shape, generator=generator, device="cpu") for name, shape in shapes.items()}
+    drawn["g"] = -torch.rand(1, 80, 2, generator=generator, device="cpu")
+    drawn["beta"] = torch.rand(1, 80, 2, generator=generator, device="cpu")
+    probe = torch.randn(1, 80, 2, value_dim, generator=generator, device="cpu").to(device)
+    lengths = torch.tensor([0, 50, 80], dtype=torch.int32, device="cpu").to(device)
+
+    def run(kernel: Any, dtype: torch.dtype, **kwargs: Any) -> list[torch.Tensor]:
+        x = {n: t.to(device, torch.float32 if n == "g" else dtype).requires_grad_() for n, t in drawn.items()}
+        out, _ = kernel(**x, chunk_size=chunk_size, use_qk_l2norm_in_kernel=True, cu_seqlens=lengths, **kwargs)
+        return [out.detach(), *torch.autograd.grad(out, list(x.values()), probe.to(out.dtype))]
+
+    with torch.enable_grad():
+        try:
+            found = run(chunk_rule, torch.bfloat16, initial_state=None, output_final_state=False, documents=None)
+        except (RuntimeError, ImportError) as error:
+            return f"flash-linear-attention failed in a trial step on {device}: {error}"
+        expected = run(torch_rule, torch.float32)
+    names = ("output", *(f"gradient of {name}" for name in drawn))
+    for name, a, b in zip(names, found, expected, strict=True):
+        distance = ((a.float() - b).norm() / b.norm()).item()
+        if not distance <= SELF_CHECK_TOLERANCE:
+            return f"flash-linear-attention is wrong in a trial step on {device}: {name} is {distance:.1e} off"
+    return None

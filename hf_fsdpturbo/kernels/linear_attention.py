@@ -1,0 +1,182 @@
+"""Which gated delta rule a model runs: FLA or ours, decided by the tensors' device at every call, reported once.
+
+Shape legend: see gated_delta_rule.py.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_fsdpturbo.arguments import FLA_OPERATOR_NAMES, KernelParams
+from hf_fsdpturbo.kernels import fla
+from hf_fsdpturbo.kernels.documents import Documents, attach_documents
+from hf_fsdpturbo.kernels.gated_delta_rule import causal_conv1d, chunk_gated_delta_rule
+from hf_fsdpturbo.kernels.rebinding import CONV, RECURRENT, RULE, linear_attention_layers, rebind, scope_of
+
+DEFAULT_CHUNK_SIZE = 64
+COST = "Steps about 2.5 times slower than with FLA's kernels have been reported (trl issue 5713)"
+CHUNK_OPERATOR, RECURRENT_OPERATOR = FLA_OPERATOR_NAMES
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a run's linear attention does; two models of one process must agree on it.
+
+    operators: FLA operators that may run; device_types: where FLA may run; both empty means ours everywhere.
+    """
+
+    operators: frozenset[str]
+    device_types: frozenset[str]
+    chunk_size: int
+
+    def uses_fla(self, operator: str, tensor: torch.Tensor) -> bool:
+        """FLA's kernels are for its devices and for up to 32-bit floats; everything else is ours."""
+        return (
+            operator in self.operators
+            and tensor.device.type in self.device_types
+            and tensor.dtype != torch.float64
+        )
+
+
+def make_rule(choice: Choice) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The function that replaces Transformers' `torch_chunk_gated_delta_rule`; the same call, plus `documents`."""
+
+    def rule(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # States in or out with packed rows happen in generation only, and mean one state a row: ours does that.
+        states = initial_state is not None or output_final_state
+        if choice.uses_fla(CHUNK_OPERATOR, query) and not (states and documents is not None):
+            return fla.chunk_rule(
+                query, key, value, g=g, beta=beta, chunk_size=choice.chunk_size, initial_state=initial_state,
+                output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                cu_seqlens=cu_seqlens, documents=documents,
+            )  # fmt: skip
+        kwargs.pop("chunk_size", None)
+        if documents is not None:
+            kwargs.update(document_ids=documents.ids)
+        return chunk_gated_delta_rule(
+            query, key, value, g=g, beta=beta, chunk_size=choice.chunk_size, initial_state=initial_state,
+            output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=cu_seqlens, **kwargs,
+        )  # fmt: skip
+
+    return rule
+
+
+def make_recurrent_rule(choice: Choice) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The function that replaces `torch_recurrent_gated_delta_rule` (one token of a generation, with a state)."""
+
+    def rule(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if choice.uses_fla(RECURRENT_OPERATOR, query):
+            return fla.recurrent_rule(query, key, value, **kwargs)
+        return chunk_gated_delta_rule(query, key, value, chunk_size=1, **kwargs)
+
+    return rule
+
+
+def make_conv(choice: Choice) -> Callable[..., torch.Tensor]:
+    """The function that replaces `causal_conv1d_fn`; FLA's convolution runs where FLA's chunk rule does."""
+
+    def conv(
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        documents: Documents | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        whole = documents is None or documents.ids.shape[1] == hidden_states.shape[-1]  # not behind a cache
+        if choice.uses_fla(CHUNK_OPERATOR, hidden_states) and activation in (None, "silu", "swish") and whole:
+            cu_seqlens = kwargs.get("cu_seq_lens_q") if hidden_states.shape[0] == 1 else None
+            return fla.conv(hidden_states, weight, bias, activation, cu_seqlens=cu_seqlens, documents=documents)
+        if documents is not None:
+            kwargs.update(document_ids=documents.ids)
+        return causal_conv1d(hidden_states, weight, bias, activation, **kwargs)
+
+    return conv
+
+
+def choose(model: nn.Module, params: KernelParams | None, device_type: str) -> tuple[Choice, list[str], list[str]]:
+    """Decide for a model with linear attention. Returns the choice, lines to report, and warnings.
+
+    kernel_config None keeps Transformers' own default (FLA where it can run); a kernel_config says exactly what runs,
+    so FLA then runs only if `name` lists it. FLA is put to a trial on the device before it is chosen.
+    """
+    named = params is not None and "flash-linear-attention" in params.name
+    chunk_size = params.chunk_size if params is not None and named else DEFAULT_CHUNK_SIZE
+    ours = Choice(frozenset(), frozenset(), chunk_size)
+    wanted = frozenset((params.include_kernels if params is not None and named else None) or FLA_OPERATOR_NAMES)
+    layers = sum(1 for _ in linear_attention_layers(model))
+    described = f"{layers} linear-attention layers: PyTorch gated delta rule, chunk size {chunk_size}"
+    if params is not None and not named:
+        reason = "kernel_config name does not list flash-linear-attention"
+    else:
+        reason = fla.why_not(device_type) or _trial(model, device_type, chunk_size) or ""
+    if not reason:
+        left_out = "" if CHUNK_OPERATOR in wanted else f"; {CHUNK_OPERATOR} is not included and stays PyTorch"
+        names = ", ".join(sorted(wanted))
+        line = f"{layers} linear-attention layers: flash-linear-attention ({names}), chunk size {chunk_size}{left_out}"
+        return Choice(wanted, frozenset((device_type,)), chunk_size), [line], []
+    if device_type == "cpu" and not named:
+        return ours, [f"{described} ({reason})"], []
+    cost = "" if device_type == "cpu" else f" {COST}."
+    return ours, [], [f"{described} on {device_type}, because {reason}.{cost}"]
+
+
+def _trial(model: nn.Module, device_type: str, chunk_size: int) -> str | None:
+    _, layer = next(linear_attention_layers(model))
+    index = torch.accelerator.current_device_index()
+    device = torch.device(device_type, index)
+    return fla.self_check(device, chunk_size, getattr(layer, "head_k_dim", 128), getattr(layer, "head_v_dim", 128))
+
+
+def base_models(model: nn.Module) -> list[nn.Module]:
+    """The innermost modules that own decoder layers with linear attention: they see `position_ids` first-hand."""
+    modules = dict(model.named_modules())
+    owners: dict[int, nn.Module] = {}
+    for fqn, _ in linear_attention_layers(model):
+        parts = fqn.split(".")
+        for end in range(len(parts) - 1, -1, -1):
+            parent = modules[".".join(parts[:end])]
+            if any("position_ids" in name for name in _forward_arguments(parent)) and hasattr(parent, "layers"):
+                owners[id(parent)] = parent
+                break
+    return list(owners.values())
+
+
+def _forward_arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)
+
+
+def apply_linear_attention(model: nn.Module, choice: Choice) -> list[Callable[[], None]]:
+    """Bind the chosen functions and mark documents. Returns the undos."""
+    _, layer = next(linear_attention_layers(model))
+    scope = scope_of(layer, RULE) or {}
+    recurrent = make_recurrent_rule(choice) if RECURRENT in scope else None
+    if CONV not in scope:
+        raise ValueError(
+            f"{type(layer).__name__} calls {RULE} but its file has no {CONV}: packed documents cannot be kept apart "
+            "in its convolution. This Transformers release is not supported for this model."
+        )
+    undo = rebind(
+        model, rule=make_rule(choice), conv=make_conv(choice), recurrent=recurrent, layer="kernels", key=choice
+    )
+    return [undo, *(attach_documents(base) for base in base_models(model))]
