@@ -12,11 +12,14 @@ CONSTRAINTS ?= requirements/constraints-cpu.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-# Two ranks share two cores: more threads a rank only fight. Nothing here may look for a model on the network.
+OUT := outputs/demo
+LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu_ep2.yaml
+
+# One thread a rank: two ranks on two cores, and the many ranks of the tests, would only fight over more.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install lint test clean
+.PHONY: help install lint test demo clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,7 +32,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	    || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 1; }; \
 	  $(PYTHON) -m venv .venv; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
+	@echo "Installing into .venv (a minute or two, more when pip has to download) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
 	@touch $@
 
 lint: $(STAMP)
@@ -39,6 +43,15 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest tests
+
+# Everything the demo needs is made on the spot, so nothing may ask the Hub.
+demo: export HF_HUB_OFFLINE = 1
+demo: $(STAMP)
+	rm -rf $(OUT)
+	$(BIN)/python demo/make_inputs.py $(OUT)
+	$(LAUNCH) recipes/sft.py --config recipes/demo_sft.yaml
+	$(LAUNCH) demo/trainer_logits.py $(OUT)
+	$(BIN)/python demo/report.py $(OUT)
 
 clean:
 	rm -rf outputs .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

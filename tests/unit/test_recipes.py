@@ -1,0 +1,67 @@
+"""Every YAML in recipes/ parses strictly with the script it is for, and a key nobody knows is an error."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+YAMLS = sorted(RECIPES.glob("*.yaml"))
+
+
+def load_script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def script_of(path: Path) -> ModuleType:
+    """`<name>_<script>.yaml` belongs to `<script>.py`."""
+    return load_script(RECIPES / f"{path.stem.rpartition('_')[2]}.py")
+
+
+def test_there_is_something_to_check():
+    assert RECIPES / "demo_sft.yaml" in YAMLS
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
+def test_recipe_parses(path: Path, tmp_path: Path):
+    script = script_of(path)
+    arguments = ["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", "true"]
+    script_args, training_args, model_args, _ = script.make_parser().parse_args_and_config(arguments)
+    given = yaml.safe_load(path.read_text())
+    assert model_args.model_name_or_path == given["model_name_or_path"]
+    assert script_args.dataset_name == given["dataset_name"]
+    assert training_args.learning_rate == given["learning_rate"]
+    assert type(training_args).__name__.startswith("FSDPTurbo")
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
+def test_an_unknown_key_is_an_error(path: Path, tmp_path: Path):
+    recipe = tmp_path / path.name
+    recipe.write_text(path.read_text() + "\nep_sise: 2\n")
+    with pytest.raises(ValueError, match="ep_sise"):
+        script_of(path).make_parser().parse_args_and_config(["--config", str(recipe), "--output_dir", str(tmp_path)])
+
+
+def test_sft_recipe_takes_a_json_file_and_a_folder(tmp_path: Path):
+    """TRL's two ways to name a dataset, offline."""
+    sft = load_script(RECIPES / "sft.py")
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    common = ["--output_dir", str(tmp_path / "out"), "--use_cpu", "true"]
+
+    script_args, _, _, mixture = sft.make_parser().parse_args_and_config(["--dataset_name", str(tmp_path), *common])
+    splits = sft.load_splits(script_args, mixture)
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 2, "test": 2}
+
+    recipe = tmp_path / "mixture_sft.yaml"
+    recipe.write_text(yaml.safe_dump({"datasets": [{"path": "json", "data_files": str(tmp_path / "train.jsonl")}]}))
+    script_args, _, _, mixture = sft.make_parser().parse_args_and_config(["--config", str(recipe), *common])
+    assert len(sft.load_splits(script_args, mixture)["train"]) == 2
+
+    with pytest.raises(ValueError, match="No dataset"):
+        sft.load_splits(*sft.make_parser().parse_args_and_config(common)[::3])
