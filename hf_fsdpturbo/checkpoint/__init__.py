@@ -1,0 +1,1 @@
+"""Checkpoints: sharded saving and loading, Hub export, and the rule that a checkpoint is whole or not there."""
