@@ -1,0 +1,29 @@
+"""What every spawned rank needs, imported once in the fork server: importing trl costs seconds, forking does not.
+
+`spawn.py` hands this module to the fork server. An import error here would be swallowed there and reported by the first
+rank that needs the package, with its own traceback.
+"""
+
+import contextlib
+
+import accelerate  # noqa: F401
+import datasets  # noqa: F401
+import pytest  # noqa: F401
+import torch
+import torch.distributed.checkpoint  # noqa: F401
+import torch.distributed.fsdp  # noqa: F401
+import transformers  # noqa: F401
+import transformers.models.deepseek_v3.modeling_deepseek_v3  # noqa: F401
+import transformers.models.gpt_oss.modeling_gpt_oss  # noqa: F401
+import transformers.models.mixtral.modeling_mixtral  # noqa: F401
+import transformers.models.qwen3_5_moe.modeling_qwen3_5_moe  # noqa: F401
+import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
+from trl import DPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401
+
+with contextlib.suppress(ImportError):  # an optional package
+    import peft  # noqa: F401
+
+import hf_fsdpturbo.trainer
+import hf_fsdpturbo.trl  # noqa: F401
+
+torch.set_num_threads(1)

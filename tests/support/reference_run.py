@@ -1,0 +1,309 @@
+"""One plain process on the very micro-batches that the ranks saw, and the recorder that collects the same from both sides.
+
+Note [Why the micro-batches are replayed]. With W ranks and accumulation g, one optimizer step is W*g micro-batches. The
+router's aux loss is a statistic of a micro-batch and repeats of an uneven last batch count twice, so another split of the
+same samples is another loss (2 to 6 % off). Ranks therefore record what reached ``training_step``; the reference is the
+stock trainer in one process, fed those micro-batches with accumulation W*g. That is exact: TRL and Trainer divide the
+token loss by the tokens of the whole step over all ranks (then FSDP's mean over ranks cancels their factor W), and TRL
+divides the aux loss by g on each of W ranks, which is W*g here.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = dict[str, Any]
+
+DEFAULT_ARGS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "max_steps": 3,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "seed": 7,
+}
+OWN_ARGS = {"sft": {"max_length": 48}, "dpo": {"max_length": 48}, "reward": {"max_length": 48}, "plain": {}}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run, described so that both sides can do it. Must be picklable.
+
+    Attributes:
+        model: path of a checkpoint.
+        data: columns of the training set.
+        args: training arguments over :data:`DEFAULT_ARGS` (no hf_fsdpturbo fields).
+        turbo: hf_fsdpturbo fields (``ep_size``, ``dist_config``, ...), used on the sharded side only.
+        trainer: "sft", "dpo", "reward" or "plain" (``transformers.Trainer``).
+        as_object: give the trainer a model object instead of the path.
+        prepare: importable ``f(model)`` called on that object before the trainer gets it (``as_object`` only).
+        before_train: importable ``f(trainer) -> Any`` called before ``train()``; its result goes into ``Record.extra["before"]``.
+        after_train: the same after it, into ``Record.extra["after"]``.
+        model_kwargs: ``model_init_kwargs`` (TRL) or keywords of ``from_pretrained``.
+        eval_data: columns of the evaluation set.
+        gradients: whether to record the gradients of every step (as the optimizer gets them, clipped).
+        trainer_kwargs: further keywords of the trainer.
+    """
+
+    model: str
+    data: dict[str, list[Any]]
+    args: dict[str, Any] = field(default_factory=dict)
+    turbo: dict[str, Any] = field(default_factory=dict)
+    trainer: str = "sft"
+    as_object: bool = False
+    prepare: Callable[[nn.Module], None] | None = None
+    before_train: Callable[[Any], Any] | None = None
+    after_train: Callable[[Any], Any] | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    eval_data: dict[str, list[Any]] | None = None
+    gradients: bool = True
+    trainer_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a rank and optimizer step."""
+        return self.args.get("gradient_accumulation_steps", 1)
+
+
+@dataclass
+class Record:
+    """What a run did. Tensors are whole (gathered), on CPU, by parameter name; only rank 0 of a sharded run has them."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    start_weights: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    trainable: list[str] = field(default_factory=list)
+    without_gradient: list[str] = field(default_factory=list)
+    with_optimizer_state: list[str] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor on CPU; a collective if it is a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    tensor = tensor.detach()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.to("cpu", copy=True)
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Whole weights by name; collective."""
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def _recording(trainer_class: type) -> type:
+    """Subclass of a trainer that fills ``self.record`` and, with ``self.replay`` set, trains on those batches."""
+    from transformers import TrainerCallback
+
+    class GradientRecorder(TrainerCallback):
+        def __init__(self, trainer: Any) -> None:
+            self.trainer = trainer
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            record, named = self.trainer.record, list(self.trainer.model.named_parameters())
+            record.trainable = [name for name, p in named if p.requires_grad]
+            record.without_gradient = [name for name, p in named if p.grad is None]
+            record.gradients.append({name: whole(p.grad) for name, p in named if p.grad is not None})
+
+    class Recording(trainer_class):  # type: ignore[misc,valid-type]
+        def __init__(self, *args: Any, record_gradients: bool = True, **kwargs: Any) -> None:
+            self.record = Record()
+            self.replay: list[Batch] | None = None
+            super().__init__(*args, **kwargs)
+            if record_gradients:
+                self.add_callback(GradientRecorder(self))
+
+        def training_step(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Tensor:
+            copied = {k: v.clone().cpu() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+            self.record.batches.append(copied)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+        def get_train_dataloader(self) -> Any:
+            if self.replay is None:
+                return super().get_train_dataloader()
+            copies = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in b.items()} for b in self.replay]
+            return torch.utils.data.DataLoader(copies, batch_size=None, shuffle=False)
+
+        def finish_record(self) -> Record:
+            record = self.record
+            record.log_history = list(self.state.log_history)
+            record.losses = [log["loss"] for log in record.log_history if "loss" in log]
+            record.grad_norms = [float(log["grad_norm"]) for log in record.log_history if "grad_norm" in log]
+            record.weights = whole_parameters(self.model)
+            state = self.optimizer.state if self.optimizer is not None else {}
+            record.with_optimizer_state = [n for n, p in self.model.named_parameters() if state.get(p)]
+            return record
+
+    Recording.__name__ = f"Recording{trainer_class.__name__}"
+    return Recording
+
+
+def _classes(family: str, turbo: bool) -> tuple[type, type]:
+    """Trainer and config class."""
+    import transformers
+    import trl
+
+    import hf_fsdpturbo
+
+    if family == "plain":
+        if turbo:
+            return hf_fsdpturbo.FSDPTurboTrainer, hf_fsdpturbo.FSDPTurboTrainingArguments
+        return transformers.Trainer, transformers.TrainingArguments
+    name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}[family]
+    module, prefix = (hf_fsdpturbo, "FSDPTurbo") if turbo else (trl, "")
+    return getattr(module, f"{prefix}{name}Trainer"), getattr(module, f"{prefix}{name}Config")
+
+
+def build_trainer(run: Run, turbo: bool, **more_args: Any) -> Any:
+    """The (recording) trainer of a run; what users would write, nothing else."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    trainer_class, config_class = _classes(run.trainer, turbo)
+    arguments = {**DEFAULT_ARGS, **OWN_ARGS[run.trainer], **run.args, **(run.turbo if turbo else {}), **more_args}
+    arguments.setdefault("output_dir", tempfile.mkdtemp(prefix="run_"))
+    if run.trainer != "plain" and not run.as_object:
+        arguments["model_init_kwargs"] = dict(run.model_kwargs) or None
+    config = config_class(**arguments)
+    model: Any = run.model
+    if run.as_object or (run.trainer == "plain" and not turbo):
+        model = AutoModelForCausalLM.from_pretrained(run.model, **{"dtype": torch.float32, **run.model_kwargs})
+        if run.prepare is not None:
+            run.prepare(model)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(run.model)
+    data = Dataset.from_dict(run.data)
+    evaluation = None if run.eval_data is None else Dataset.from_dict(run.eval_data)
+    kwargs = dict(run.trainer_kwargs)
+    if run.trainer == "plain":
+        from transformers import DataCollatorForLanguageModeling
+
+        kwargs["data_collator"] = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+        data, evaluation = _tokenized(data, tokenizer), evaluation and _tokenized(evaluation, tokenizer)
+    return _recording(trainer_class)(
+        model=model,
+        args=config,
+        train_dataset=data,
+        eval_dataset=evaluation,
+        processing_class=tokenizer,
+        record_gradients=run.gradients,
+        **kwargs,
+    )
+
+
+def _tokenized(data: Any, tokenizer: Any) -> Any:
+    return data.map(lambda row: tokenizer(row["text"], truncation=True, max_length=48), remove_columns=["text"])
+
+
+def _carry_out(trainer: Any, run: Run) -> Record:
+    trainer.record.start_weights = whole_parameters(trainer.model)
+    if run.before_train is not None:
+        trainer.record.extra["before"] = run.before_train(trainer)
+    trainer.train()
+    record = trainer.finish_record()
+    if run.after_train is not None:
+        record.extra["after"] = run.after_train(trainer)
+    return record
+
+
+def forget_accelerate() -> None:
+    """So that the next trainer of this process may have another mixed precision; the process group stays."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=False)
+    GradientState._reset_state()
+
+
+def run_turbo(run: Run) -> Record:
+    """Rank function: the sharded run. Rank 0's record has the whole tensors, every rank's has its micro-batches."""
+    import torch.distributed as dist
+
+    forget_accelerate()
+    record = _carry_out(build_trainer(run, turbo=True), run)
+    if dist.is_initialized() and dist.get_rank() > 0:
+        record = replace(record, gradients=[], weights={}, start_weights={})
+    return record
+
+
+def run_turbo_all(runs: list[Run]) -> list[Record]:
+    """Rank function: several runs of one topology after another, so that one spawn serves them all."""
+    return [run_turbo(run) for run in runs]
+
+
+def run_reference(run: Run, world_size: int, batches: list[Batch]) -> Record:
+    """For one plain process: the stock trainer on recorded micro-batches (see the note on top)."""
+    forget_accelerate()
+    trainer = build_trainer(run, turbo=False, gradient_accumulation_steps=run.accumulation * world_size)
+    trainer.replay = batches
+    return _carry_out(trainer, run)
+
+
+def run_references(jobs: list[tuple[Run, int, list[Batch]]]) -> list[Record]:
+    """For one plain process: several references."""
+    return [run_reference(*job) for job in jobs]
+
+
+def merge_batches(records: list[Record]) -> list[Batch]:
+    """Micro-batches of all ranks in the order of a step: micro-batch by micro-batch, rank by rank.
+
+    Args:
+        records: one per *data* rank (ranks that share a batch only once), in rank order.
+    """
+    lengths = {len(record.batches) for record in records}
+    if len(lengths) != 1:
+        raise AssertionError(f"Ranks saw different numbers of micro-batches: {lengths}.")
+    return [batch for together in zip(*(record.batches for record in records), strict=True) for batch in together]
+
+
+def sharded_and_reference(
+    runs: dict[str, Run], world_size: int, *, cp_size: int = 1, timeout: float = 120, yardstick: bool = False
+) -> dict[str, tuple[Record, Record, Record | None]]:
+    """Do all runs on ``world_size`` ranks in one spawn, then their references in one plain process.
+
+    Args:
+        runs: by name.
+        cp_size: ranks that share a batch (innermost).
+        timeout: seconds for each of the two processes groups.
+        yardstick: also run each reference with ``experts_implementation="eager"``: the distance between the two
+            references says how well conditioned each tensor is (see ``compare``).
+
+    Returns:
+        by name: rank 0's record, the reference, the second reference or None. All ranks' batches are in the first
+        one's ``extra["ranks"]``.
+    """
+    from tests.support.spawn import run_plain, run_ranks
+
+    by_rank = run_ranks(run_turbo_all, world_size, list(runs.values()), timeout=timeout)
+    jobs, others = [], []
+    for index, run in enumerate(runs.values()):
+        ranks = [records[index] for records in by_rank]
+        batches = merge_batches(ranks[::cp_size])
+        jobs.append((run, world_size // cp_size, batches))
+        eager = replace(run, model_kwargs={**run.model_kwargs, "experts_implementation": "eager"})
+        others.append((eager, world_size // cp_size, batches))
+    references = run_plain(run_references, jobs + (others if yardstick else []), timeout=timeout)
+    result = {}
+    for index, name in enumerate(runs):
+        record = by_rank[0][index]
+        record.extra["ranks"] = [records[index] for records in by_rank]
+        second = references[len(jobs) + index] if yardstick else None
+        result[name] = (record, references[index], second)
+    return result
