@@ -77,7 +77,8 @@ def chunk_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """FLA's chunk rule, shapes as in gated_delta_rule.py. A packed batch of B rows runs as one row of B * S positions.
 
-    g stays float32, key and query heads are not repeated (FLA groups them itself).
+    g stays float32; key and query heads are not repeated (FLA groups them itself). With documents the state returned
+    is that of each row's last one, [B, Hv, Dk, Dv]; FLA itself returns one for every document.
     """
     rules, _ = _operators()
     lengths: dict[str, Any] = {"cu_seqlens": cu_seqlens}
@@ -90,6 +91,9 @@ def chunk_rule(
         q, k, v, decay, write, initial_state=initial_state, output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, chunk_size=chunk_size, **lengths,
     )  # fmt: skip
+    if documents is not None and state is not None:
+        row_ends = torch.arange(1, value.shape[0] + 1) * value.shape[1]
+        state = state[torch.searchsorted(documents.cu_seqlens_cpu, row_ends.to(torch.int32)) - 1]
     return out.reshape(value.shape), state
 
 

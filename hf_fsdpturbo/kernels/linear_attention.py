@@ -59,9 +59,8 @@ def make_rule(choice: Choice) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
         documents: Documents | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # States in or out with packed rows happen in generation only, and mean one state a row: ours does that.
-        states = initial_state is not None or output_final_state
-        if choice.uses_fla(CHUNK_OPERATOR, query) and not (states and documents is not None):
+        # A state that continues each row's first document only (a packed prompt behind a cache) is ours to do.
+        if choice.uses_fla(CHUNK_OPERATOR, query) and (initial_state is None or documents is None):
             return fla.chunk_rule(
                 query, key, value, g=g, beta=beta, chunk_size=choice.chunk_size, initial_state=initial_state,
                 output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -143,9 +142,8 @@ def choose(model: nn.Module, params: KernelParams | None, device_type: str) -> t
 
 def _trial(model: nn.Module, device_type: str, chunk_size: int) -> str | None:
     _, layer = next(linear_attention_layers(model))
-    index = torch.accelerator.current_device_index()
-    device = torch.device(device_type, index)
-    return fla.self_check(device, chunk_size, getattr(layer, "head_k_dim", 128), getattr(layer, "head_v_dim", 128))
+    sizes = getattr(layer, "head_k_dim", 128), getattr(layer, "head_v_dim", 128)
+    return fla.self_check(torch.device(device_type), chunk_size, *sizes)
 
 
 def base_models(model: nn.Module) -> list[nn.Module]:
