@@ -1,0 +1,128 @@
+"""What every layer needs to know of the whole sequence, worked out once per forward: padding, documents, masks.
+
+B batch, S whole sequence after padding to a multiple of cp, W window.
+
+The plan travels to the layers as a keyword (``sequence_plan``) and not as a global: activation checkpointing replays a
+layer in backward with the keywords of its own forward, whatever other forwards ran in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hf_fsdpturbo.kernels.documents import Documents, derive_documents, documents_from_ids
+
+KEYWORD = "sequence_plan"
+
+
+@dataclass(eq=False)
+class SequencePlan:
+    """One forward's sequence as all cp ranks see it.
+
+    Attributes:
+        group, size, rank: the cp group and this rank's place in it.
+        batch, length: B, and S padded to a multiple of ``size``.
+        valid: ``[B, S]`` bool where attention must not read some keys; None where being causal is enough (no padding,
+            or padding at the end of every row only, which nothing before it can see).
+        documents: of the whole sequence; None where every row is one document.
+    """
+
+    group: ProcessGroup
+    size: int
+    rank: int
+    batch: int
+    length: int
+    valid: Tensor | None
+    documents: Documents | None
+    device: torch.device
+    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def local(self) -> slice:
+        """This rank's positions."""
+        part = self.length // self.size
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """``make()`` at the first call of this forward, the same object at every later one (one per layer)."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def needs_mask(self, window: int | None) -> bool:
+        """Whether being causal is not enough."""
+        return self.valid is not None or self.documents is not None or (window is not None and window < self.length)
+
+    def mask(self, window: int | None = None) -> Tensor | None:
+        """``[B or 1, 1, S, S]`` bool, True where query (dim 2) reads key (dim 3); None where causal is enough."""
+        if not self.needs_mask(window):
+            return None
+        return self.once(("mask", window), lambda: self._allowed(window))
+
+    def additive_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """The same as numbers to add to scores: 0, or the lowest of ``dtype``; the causal part always included."""
+
+        def make() -> Tensor:
+            allowed = self._allowed(window)
+            return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
+
+        return self.once(("additive", window, dtype), make)
+
+    def _allowed(self, window: int | None) -> Tensor:
+        positions = torch.arange(self.length, device=self.device)
+        distance = positions[:, None] - positions[None, :]
+        allowed = distance >= 0
+        if window is not None:
+            allowed = allowed & (distance < window)
+        allowed = allowed[None, None]
+        if self.documents is not None:
+            ids = self.documents.ids
+            allowed = allowed & (ids[:, None, :, None] == ids[:, None, None, :])
+        if self.valid is not None:
+            # A padding query may read nothing; let it read itself, so that no row of the softmax is empty.
+            allowed = (allowed & self.valid[:, None, None, :]) | torch.eye(
+                self.length, dtype=torch.bool, device=self.device
+            )
+        return allowed
+
+
+def make_plan(
+    group: ProcessGroup,
+    batch: int,
+    length: int,
+    device: torch.device,
+    *,
+    least_slice: int = 1,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> SequencePlan:
+    """Plan of a ``[B, length]`` batch that all ranks of ``group`` hold; two device syncs.
+
+    Args:
+        least_slice: every rank gets at least so many positions (a convolution reaches back that far).
+        attention_mask: ``[B, length]``, 0 at padding.
+        position_ids, cu_seq_lens_q, seq_idx: where documents begin, see ``kernels.documents.derive_documents``.
+    """
+    size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    part = max(-(-length // size), least_slice)
+    extra = part * size - length
+    documents = derive_documents(
+        batch, length, position_ids=position_ids, cu_seq_lens_q=cu_seq_lens_q, seq_idx=seq_idx
+    )
+    if documents is not None and extra:
+        documents = documents_from_ids(F.pad(documents.ids, (0, extra), value=-1))
+    valid = None
+    if attention_mask is not None:
+        seen = F.pad(attention_mask.to(device=device, dtype=torch.bool), (0, extra))
+        if bool((seen[:, 1:] & ~seen[:, :-1]).any()):  # padding before or inside a row
+            valid = seen
+    return SequencePlan(group, size, rank, batch, part * size, valid, documents, device)
