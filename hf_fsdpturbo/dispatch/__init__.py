@@ -90,6 +90,8 @@ class Dispatcher(ABC):
 # among these, not one of them.
 DISPATCHERS: dict[str, str] = {
     "eager": "hf_fsdpturbo.dispatch.eager:EagerDispatcher",
+    "fused": "hf_fsdpturbo.dispatch.fused:FusedDispatcher",
+    "domino": "hf_fsdpturbo.dispatch.domino:DominoDispatcher",
 }
 
 

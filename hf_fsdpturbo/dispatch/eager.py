@@ -20,11 +20,13 @@ from torch import Tensor
 
 from hf_fsdpturbo.dispatch import Dispatcher, ReceivedRows
 from hf_fsdpturbo.dispatch.exchange import all_to_all_rows
+from hf_fsdpturbo.dispatch.recompute import record_or_replay
 
 
 @dataclass(frozen=True)
 class EagerPlan:
-    """Where rows go: no gradient, no floating point. ``send_splits``/``receive_splits`` are rows per rank of the group."""
+    """Where rows go: no gradient, no floating point. ``send_splits``/``receive_splits`` are rows per rank of the
+    group."""
 
     order_N: Tensor
     send_splits: list[int]
@@ -45,7 +47,13 @@ class EagerDispatcher(Dispatcher):
     """Works on any device with any experts module; every other dispatcher is compared with it."""
 
     def plan(self, top_k_index: Tensor) -> EagerPlan:
-        """Sort pairs by expert and agree on row counts: one small all-to-all and one host sync. ``top_k_index [T, K]``."""
+        """Sort pairs by expert and agree on row counts: one small all-to-all and one host sync, neither in recompute.
+
+        ``top_k_index [T, K]``.
+        """
+        return record_or_replay(lambda: self._make_plan(top_k_index))
+
+    def _make_plan(self, top_k_index: Tensor) -> EagerPlan:
         expert_N = top_k_index.reshape(-1).long()
         order_N = torch.argsort(expert_N, stable=True)
         counts_E = torch.zeros(self.num_experts, dtype=torch.long, device=expert_N.device)
@@ -77,7 +85,14 @@ class EagerDispatcher(Dispatcher):
         plan = record.plan
         if self.group is not None and self.group_size > 1:
             expert_output = all_to_all_rows(expert_output, plan.send_splits, plan.receive_splits, self.group)
+        return self.weigh_and_sum(expert_output, record)
+
+    def weigh_and_sum(self, expert_output: Tensor, record: EagerRecord) -> Tensor:
+        """``expert_output [N, D]``, back home in the plan's order -> ``[T, D]``."""
+        plan = record.plan
         position_N = torch.empty_like(plan.order_N)
         position_N[plan.order_N] = torch.arange(plan.order_N.numel(), device=plan.order_N.device)
-        output_TKD = expert_output.index_select(0, position_N).view(*record.top_k_weights.shape, -1)
+        output_TKD = expert_output.index_select(0, position_N).view(
+            *record.top_k_weights.shape, expert_output.shape[-1]
+        )
         return (output_TKD * record.top_k_weights.unsqueeze(-1)).sum(1).to(record.dtype)

@@ -1,0 +1,152 @@
+"""The fused dispatcher: a token travels once to a rank, with its slots and weights; copies and sums happen at the
+owner.
+
+T tokens, K top-k, R received rows, S slots, E / L all / local experts, D hidden. Eight ranks, K = 8, token t with
+experts
+on ranks 0, 0, 0, 2, 2, 5, 5, 7:
+
+    rank r: row t -> one packed row each to ranks 0, 2, 5, 7      eager sends 8 rows, this sends 4
+                       counts gather, rows packed meanwhile
+                       all-to-all-v of packed rows        |
+    rank 0: R rows -> S slots sorted by expert -> grouped matmuls -> weighted sum per row, R rows
+                       all-to-all-v back                  |
+    rank r: token t = sum of its 4 rows                   [T, D]
+
+One gather of counts and one host sync a layer, none for a group of one and none in recompute. Experts that are not
+plain SwiGLU run
+their own forward on the slots, inside the same exchange.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hf_fsdpturbo.dispatch import Dispatcher, LocalExperts, ReceivedRows
+from hf_fsdpturbo.dispatch.exchange import all_to_all_rows
+from hf_fsdpturbo.dispatch.packed_rows import PackedLayout, pack_rows, packed_expert_mlp, sum_rows, unpack_rows
+from hf_fsdpturbo.dispatch.recompute import record_or_replay
+from hf_fsdpturbo.dispatch.routing_plan import RoutingPlan, plan_slices
+from hf_fsdpturbo.ops import OpSet, get_ops
+from hf_fsdpturbo.ops.expert_mlp import SlotMap, expert_mlp
+from hf_fsdpturbo.ops.functional import permute, unpermute
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FusedRows(ReceivedRows):
+    """Received rows with the map of their slots; ``pair_*`` list the slots in order."""
+
+    slot_map: SlotMap | None = None
+    weights_RK: Tensor | None = None
+
+
+class FusedDispatcher(Dispatcher):
+    """Deduplicated exchange, grouped matmuls; the operators of the tensors' device come from ``ops``."""
+
+    def __init__(self, group: ProcessGroup | None, num_experts: int) -> None:
+        super().__init__(group, num_experts)
+        if self.group_size == 1:
+            self.group = None
+        self._told_own_forward = False
+
+    # -- steps, shared with domino ------------------------------------------------------------------------------
+
+    def plan(self, index_slices: list[Tensor]) -> list[RoutingPlan]:
+        """Plans of slices of tokens: one gather of counts for all. Replayed, not made again, inside recompute."""
+        ops = get_ops(index_slices[0].device.type)
+        return record_or_replay(lambda: plan_slices(index_slices, self.num_experts, self.group, ops))
+
+    def pack(self, hidden_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> tuple[Tensor, PackedLayout]:
+        """Rows to send, by destination, and their layout."""
+        layout = PackedLayout(hidden_TD.shape[1], weights_TK.shape[1], hidden_TD.dtype)
+        return pack_rows(hidden_TD, weights_TK, plan, layout, self.group_size), layout
+
+    def experts_on(self, packed: Tensor, layout: PackedLayout, plan: RoutingPlan, experts: LocalExperts) -> Tensor:
+        """Local experts on received packed rows: ``[R, D]`` to send back."""
+        slot_map = SlotMap(layout.slots(packed.detach()), plan.offsets_L, plan.num_slots)
+        if self.takes_plain_path(packed, plan.ops, experts):
+            gate_up, down = experts.weights()
+            return packed_expert_mlp(packed, gate_up, down, layout, slot_map, plan.ops)
+        rows_RD, weights_RK = unpack_rows(packed, layout)
+        return self.own_forward(rows_RD, weights_RK, slot_map, plan.ops, experts)
+
+    def takes_plain_path(self, rows: Tensor, ops: OpSet, experts: LocalExperts) -> bool:
+        """Whether the grouped matmuls can stand in for the experts' own forward; says once when they cannot."""
+        if experts.is_plain_swiglu:
+            gate_up, down = experts.weights()
+            if ops.supports(gate_up, down) and rows.dtype == gate_up.dtype:
+                return True
+            reason = f"weights {tuple(gate_up.shape)} {gate_up.dtype} on rows of {rows.dtype} do not fit grouped_mm"
+        else:
+            reason = "the experts are not a plain gated SwiGLU"
+        if not self._told_own_forward:
+            self._told_own_forward = True
+            logger.warning("ep_dispatcher=fused: %s; their own forward runs inside the fused exchange.", reason)
+        return False
+
+    def own_forward(
+        self, rows_RD: Tensor, weights_RK: Tensor, slot_map: SlotMap, ops: OpSet, experts: LocalExperts
+    ) -> Tensor:
+        """Any experts module: its own forward on the slots, between permute and unpermute."""
+        rows_SD, weights_S = permute(rows_RD, slot_map, ops, weights_RK)
+        output_SD = experts.forward_rows(rows_SD, _slot_experts(slot_map), None)
+        return unpermute(output_SD, slot_map, ops, weights_S)
+
+    def finish(self, returned: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
+        """Each token's rows summed, ``[T, D]``; the weights were applied at the owners."""
+        return sum_rows(returned, plan)
+
+    # -- the dispatcher ------------------------------------------------------------------------------------------
+
+    def __call__(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
+    ) -> Tensor:
+        """See :class:`hf_fsdpturbo.dispatch.Dispatcher`."""
+        (plan,) = self.plan([top_k_index])
+        if self.group is None:
+            if self.takes_plain_path(hidden_states, plan.ops, experts):
+                gate_up, down = experts.weights()
+                return expert_mlp(hidden_states, top_k_weights, gate_up, down, plan.slot_map_here, plan.ops)
+            return self.own_forward(hidden_states, top_k_weights, plan.slot_map_here, plan.ops, experts)
+        packed, layout = self.pack(hidden_states, top_k_weights, plan)
+        packed = all_to_all_rows(packed, plan.receive_splits, plan.send_splits, self.group)
+        output_RD = self.experts_on(packed, layout, plan, experts)
+        return sum_rows(all_to_all_rows(output_RD, plan.send_splits, plan.receive_splits, self.group), plan)
+
+    def dispatch(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> tuple[FusedRows, RoutingPlan]:
+        """The exchange alone: rows once a rank, slots beside them."""
+        (plan,) = self.plan([top_k_index])
+        if self.group is None:
+            rows_RD, weights_RK, slot_map = hidden_states, top_k_weights, plan.slot_map_here
+        else:
+            packed, layout = self.pack(hidden_states, top_k_weights, plan)
+            packed = all_to_all_rows(packed, plan.receive_splits, plan.send_splits, self.group)
+            slot_map = SlotMap(layout.slots(packed.detach()), plan.offsets_L, plan.num_slots)
+            rows_RD, weights_RK = unpack_rows(packed, layout)
+        row, k = (slot_map.slots_RK >= 0).nonzero(as_tuple=True)
+        order_S = torch.argsort(slot_map.slots_RK[row, k])
+        pair_row_S, pair_k_S = row[order_S], k[order_S]
+        pair_weight_S = weights_RK[pair_row_S, pair_k_S]
+        return FusedRows(rows_RD, _slot_experts(slot_map), pair_row_S, pair_weight_S, slot_map, weights_RK), plan
+
+    def combine(self, expert_output: Tensor, record: Any) -> Tensor:
+        """Rows back to their tokens, and each token's rows summed."""
+        if self.group is None:
+            return expert_output
+        returned = all_to_all_rows(expert_output, record.send_splits, record.receive_splits, self.group)
+        return sum_rows(returned, record)
+
+
+def _slot_experts(slot_map: SlotMap) -> Tensor:
+    """Local expert of every slot, ``[S]`` int64."""
+    slot_S = torch.arange(slot_map.num_slots, device=slot_map.offsets_L.device)
+    return torch.searchsorted(slot_map.offsets_L.long(), slot_S, right=True)

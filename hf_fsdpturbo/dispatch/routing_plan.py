@@ -1,0 +1,114 @@
+"""The plan of a deduplicated exchange: which rows go where, in which slots they land, how many there are.
+
+T tokens, K top-k, P ranks of the ep axis, E / L all / local experts, X = E + P. Ranks gather each other's counts (X
+integers a rank), which tells everyone its splits and every pair its slot at the owner of its expert. The gather and
+the
+copy to the host run beside the current stream: :meth:`RoutingPlan.finish` waits for the numbers as late as it can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hf_fsdpturbo.dispatch.side_stream import SideWork, beside
+from hf_fsdpturbo.ops import OpSet, Routing
+from hf_fsdpturbo.ops.expert_mlp import SlotMap
+
+
+@dataclass(frozen=True)
+class GatheredCounts:
+    """Counts of all ranks for slices planned together, ``[P, slices, X]``, on the device and on the host."""
+
+    device_table: Tensor
+    host_table: Tensor
+    work: SideWork
+
+
+class RoutingPlan:
+    """One slice of tokens on its way to the experts; made by :func:`plan_slices`, complete after :meth:`finish`.
+
+    Attributes:
+        routing: this rank's own count; there from the start, as all that packing rows needs.
+        slots_TK: slot of every pair at the owner of its expert.
+        offsets_L: ends of this rank's experts among its slots.
+        num_slots: pairs that reach this rank.
+        send_splits, receive_splits: rows per rank of the group; empty for a group of one.
+    """
+
+    slots_TK: Tensor
+    offsets_L: Tensor
+    num_slots: int
+    send_splits: list[int]
+    receive_splits: list[int]
+
+    def __init__(self, routing: Routing, ops: OpSet, rank: int, counts: GatheredCounts | None, part: int) -> None:
+        self.routing = routing
+        self.ops = ops
+        self._rank = rank
+        self._counts = counts
+        self._part = part
+        if counts is None:
+            self.num_slots = routing.index_TK.numel()
+            self.send_splits, self.receive_splits = [], []
+            self.slots_TK, self.offsets_L = ops.slot_pairs(routing, routing.totals_X.unsqueeze(0), 0)
+
+    @property
+    def slot_map_here(self) -> SlotMap:
+        """The slot map of this rank's own tokens; only for a group of one."""
+        return SlotMap(self.slots_TK, self.offsets_L, self.num_slots)
+
+    def finish(self) -> RoutingPlan:
+        """Take the counts. The host waits here, once for all slices that were planned together; later calls do
+        nothing."""
+        if self._counts is None:
+            return self
+        counts, self._counts = self._counts, None
+        counts.work.synchronize()
+        table_PX = counts.host_table[:, self._part]
+        ep_size = table_PX.shape[0]
+        num_experts = table_PX.shape[1] - ep_size
+        num_local = num_experts // ep_size
+        self.send_splits = table_PX[self._rank, num_experts:].tolist()
+        self.receive_splits = table_PX[:, num_experts + self._rank].tolist()
+        self.num_slots = int(table_PX[:, self._rank * num_local : (self._rank + 1) * num_local].sum())
+        counts.work.wait()
+        totals_PX = counts.device_table[:, self._part].contiguous()
+        self.slots_TK, self.offsets_L = self.ops.slot_pairs(self.routing, totals_PX, self._rank)
+        return self
+
+
+def _gather_counts(totals: list[Tensor], group: ProcessGroup) -> GatheredCounts:
+    mine = torch.stack(totals).unsqueeze(0)
+    device_table = mine.new_empty((dist.get_world_size(group), *mine.shape[1:]))
+    on_host = mine.device.type == "cpu"
+    host_table = device_table if on_host else torch.empty_like(device_table, device="cpu", pin_memory=True)
+    with beside(mine.device, mine, device_table) as block:
+        dist.all_gather_into_tensor(device_table, mine, group=group)
+        if not on_host:
+            host_table.copy_(device_table, non_blocking=True)
+    return GatheredCounts(device_table, host_table, block.work)
+
+
+def plan_slices(
+    index_slices: list[Tensor], num_experts: int, group: ProcessGroup | None, ops: OpSet
+) -> list[RoutingPlan]:
+    """Plan slices of tokens together: one gather of counts for all of them, none for a group of one (``group`` None).
+
+    Args:
+        index_slices: ``top_k_index [T_i, K]`` of each slice, experts numbered over the group.
+        num_experts: experts over the whole group.
+        group: the ep axis; all its ranks call this together.
+        ops: operators of the device.
+    """
+    group_size = 1 if group is None else dist.get_world_size(group)
+    routings = [ops.count_routing(index_TK, num_experts, group_size) for index_TK in index_slices]
+    if group is None:
+        return [RoutingPlan(routing, ops, 0, None, part) for part, routing in enumerate(routings)]
+    counts = _gather_counts([routing.totals_X for routing in routings], group)
+    rank = dist.get_rank(group)
+    return [RoutingPlan(routing, ops, rank, counts, part) for part, routing in enumerate(routings)]

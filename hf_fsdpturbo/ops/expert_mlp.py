@@ -1,0 +1,137 @@
+"""The expert block, forward and backward in one piece, keeping only the rows, one GEMM output and small maps.
+
+R rows, K copies of a row at most, S slots sorted by expert, L local experts, D hidden, F ffn. Forward, for slot s of
+row r
+with weight w (`y_e(x) = down_e (silu(gate_e x) * up_e x)`, weighted before `down`, which is linear):
+
+    rows [R, D] --scatter--> [S, D] --gate_up--> h [S, 2F] --silu(g) u w--> [S, F] --down--> [S, D] --sum of slots-->
+    [R, D]
+    saved: rows                                  h                    w
+
+Backward scatters rows and gradients again and computes the activation again beside its gradient: two memory-bound
+copies
+instead of S (D + F) elements kept from forward to backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_fsdpturbo.ops import OpSet
+from hf_fsdpturbo.ops.torch import accumulation_dtype
+
+
+@dataclass(frozen=True)
+class SlotMap:
+    """Where the copies of each row stand and where experts end: ``slots_RK``, ``offsets_L`` int32, ``num_slots`` =
+    S."""
+
+    slots_RK: Tensor
+    offsets_L: Tensor
+    num_slots: int
+
+
+def _expand(ops: OpSet, rows_RD: Tensor, slot_map: SlotMap) -> Tensor:
+    expanded_SD = rows_RD.new_empty(slot_map.num_slots, rows_RD.shape[1])
+    ops.scatter_rows(rows_RD, slot_map.slots_RK, expanded_SD)
+    return expanded_SD
+
+
+def mlp_forward(
+    ops: OpSet, rows_RD: Tensor, weights_RK: Tensor, slot_map: SlotMap, gate_up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(output [R, D], h [S, 2F], weights [S])``; the last two are for :func:`mlp_backward`."""
+    expanded_SD = rows_RD.new_empty(slot_map.num_slots, rows_RD.shape[1])
+    weights_S = torch.empty(slot_map.num_slots, dtype=accumulation_dtype(weights_RK.dtype), device=rows_RD.device)
+    ops.scatter_rows(rows_RD, slot_map.slots_RK, expanded_SD, weights_RK, weights_S)
+    hidden_SF = ops.grouped_mm(expanded_SD, gate_up.transpose(1, 2), slot_map.offsets_L)
+    del expanded_SD
+    active_SF = ops.swiglu(hidden_SF, weights_S)
+    output_SD = ops.grouped_mm(active_SF, down.transpose(1, 2), slot_map.offsets_L)
+    del active_SF
+    output_RD = torch.empty(rows_RD.shape, dtype=rows_RD.dtype, device=rows_RD.device)
+    ops.gather_sum(output_SD, slot_map.slots_RK, output_RD)
+    return output_RD, hidden_SF, weights_S
+
+
+def mlp_backward(
+    ops: OpSet,
+    gradient_RD: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    slot_map: SlotMap,
+    need_weights: tuple[bool, bool],
+    out_rows_RD: Tensor | None,
+    out_weights_RK: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of ``(gate_up, down)``, each None unless needed; those of rows and routing weights are written to
+    ``out_*``.
+
+    ``saved`` is ``(rows_RD, hidden_SF, weights_S, gate_up, down)``. A rank without slots gives zeros.
+    """
+    rows_RD, hidden_SF, weights_S, gate_up, down = saved
+    offsets_L = slot_map.offsets_L
+    gradient_SD = _expand(ops, gradient_RD.contiguous(), slot_map)
+    active_gradient_SF = ops.grouped_mm(gradient_SD, down, offsets_L)
+    hidden_gradient_SF, weights_gradient_S, active_SF = ops.swiglu_backward(hidden_SF, weights_S, active_gradient_SF)
+    del active_gradient_SF
+    down_gradient = ops.grouped_mm(gradient_SD.t(), active_SF, offsets_L) if need_weights[1] else None
+    del gradient_SD, active_SF
+    gate_up_gradient = None
+    if need_weights[0]:
+        gate_up_gradient = ops.grouped_mm(hidden_gradient_SF.t(), _expand(ops, rows_RD, slot_map), offsets_L)
+    if out_rows_RD is not None:
+        rows_gradient_SD = ops.grouped_mm(hidden_gradient_SF, gate_up, offsets_L)
+        ops.gather_sum(rows_gradient_SD, slot_map.slots_RK, out_rows_RD, weights_gradient_S, out_weights_RK)
+    return gate_up_gradient, down_gradient
+
+
+class _ExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: Tensor, weights_RK: Tensor, gate_up: Tensor, down: Tensor, slot_map: SlotMap, ops: OpSet
+    ) -> Tensor:
+        output_RD, hidden_SF, weights_S = mlp_forward(ops, rows_RD, weights_RK, slot_map, gate_up, down)
+        ctx.save_for_backward(rows_RD, hidden_SF, weights_S, gate_up, down)
+        ctx.slot_map, ctx.ops, ctx.weights_dtype = slot_map, ops, weights_RK.dtype
+        return output_RD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        need_rows, need_routing, *need_weights = ctx.needs_input_grad[:4]
+        rows_RD = ctx.saved_tensors[0]
+        rows_gradient, routing_gradient = None, None
+        if need_rows or need_routing:
+            rows_gradient = torch.empty(rows_RD.shape, dtype=rows_RD.dtype, device=rows_RD.device)
+            routing_gradient = torch.empty(ctx.slot_map.slots_RK.shape, dtype=ctx.weights_dtype, device=rows_RD.device)
+        weights = mlp_backward(
+            ctx.ops,
+            gradients[0],
+            ctx.saved_tensors,
+            ctx.slot_map,
+            tuple(need_weights),
+            rows_gradient,
+            routing_gradient,
+        )
+        return rows_gradient, routing_gradient, *weights, None, None
+
+
+def expert_mlp(
+    rows_RD: Tensor, weights_RK: Tensor, gate_up: Tensor, down: Tensor, slot_map: SlotMap, ops: OpSet
+) -> Tensor:
+    """Weighted sum over each row's experts: ``out[r] = sum_k weights[r, k] * y_e(rows[r])``.
+
+    Args:
+        rows_RD: bf16 or float32 ``[R, D]``; rows may be strided, elements of a row are adjacent.
+        weights_RK: routing weights ``[R, K]``, any float dtype; read where ``slot_map.slots_RK >= 0``.
+        gate_up: ``[L, 2F, D]``, gate rows first. down: ``[L, D, F]``. Both in the dtype of the rows.
+        slot_map: which slots each row has; slots are sorted by expert.
+        ops: operators of the device, from ``ops.get_ops``.
+
+    Returns:
+        ``[R, D]``, differentiable in the first four. Without slots the weights' gradients are zeros, not None.
+    """
+    return _ExpertMLP.apply(rows_RD, weights_RK.contiguous(), gate_up, down, slot_map, ops)

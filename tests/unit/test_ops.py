@@ -1,0 +1,250 @@
+"""Operators against a loop over experts in float64, forward and gradient, in plain PyTorch and in Triton's
+interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_fsdpturbo.ops import OPS, get_ops
+from hf_fsdpturbo.ops.expert_mlp import SlotMap, expert_mlp
+from hf_fsdpturbo.ops.functional import grouped_matmul, permute, swiglu, unpermute
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BACKENDS = ["cpu"] + (["cuda"] if INTERPRETED else [])  # "cuda" is the Triton file, on CPU tensors
+
+
+@pytest.fixture(params=BACKENDS)
+def ops(request):
+    return get_ops(request.param)
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
+
+
+def draw_index(tokens, top_k, num_experts, seed, kind="random"):
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "one":  # every token to the same experts
+        return torch.arange(top_k).expand(tokens, top_k).contiguous()
+    scores = torch.rand(tokens, num_experts, generator=generator) + torch.linspace(0, 0.6, num_experts)
+    return scores.topk(top_k, dim=-1).indices
+
+
+CASES = [  # tokens, K, E, P, kind
+    (0, 2, 4, 2, "random"),
+    (1, 1, 4, 4, "random"),
+    (37, 2, 8, 2, "random"),
+    (50, 3, 6, 1, "random"),
+    (40, 4, 4, 2, "random"),  # K == E
+    (33, 2, 8, 4, "one"),
+    (70, 8, 16, 8, "random"),
+    (19, 20, 24, 4, "random"),  # K above the unroll limit
+]
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "num_experts", "ep_size", "kind"), CASES)
+def test_counting(ops, tokens, top_k, num_experts, ep_size, kind):
+    """Rows and slots of all ranks together: each row once, slots a permutation sorted by expert, each pair at its
+    owner."""
+    num_local = num_experts // ep_size
+    indices = [draw_index(tokens + (3 * r if tokens else 0), top_k, num_experts, r, kind) for r in range(ep_size)]
+    routings = [ops.count_routing(index, num_experts, ep_size) for index in indices]
+    table = torch.stack([r.totals_X for r in routings])
+    seen = [dict() for _ in range(ep_size)]
+    ends = {}
+    for rank, (index, routing) in enumerate(zip(indices, routings, strict=True)):
+        pairs = torch.bincount(index.flatten(), minlength=num_experts)
+        assert table[rank, :num_experts].tolist() == pairs.tolist()
+        slots, offsets = ops.slot_pairs(routing, table, rank)
+        assert slots.dtype == offsets.dtype == torch.int32
+        ends[rank] = offsets.tolist()
+        for expert, slot in zip(index.flatten().tolist(), slots.flatten().tolist(), strict=True):
+            owner = expert // num_local
+            assert slot not in seen[owner]
+            seen[owner][slot] = expert % num_local
+        if ep_size > 1:
+            rows = sorted({(e // num_local, t) for t, es in enumerate(index.tolist()) for e in es})
+            number = {row: i for i, row in enumerate(rows)}
+            expected = [[number[e // num_local, t] for e in es] for t, es in enumerate(index.tolist())]
+            assert routing.pair_row_TK.tolist() == expected
+            position = routing.row_position_TK
+            assert sorted(position[position >= 0].tolist()) == list(range(len(rows)))
+            assert ((position == -1) | (position == routing.pair_row_TK)).all()
+            per_rank = [sum(owner == p for owner, _ in rows) for p in range(ep_size)]
+            assert table[rank, num_experts:].tolist() == per_rank
+    for owner in range(ep_size):
+        experts = [seen[owner][slot] for slot in sorted(seen[owner])]
+        assert sorted(seen[owner]) == list(range(len(experts)))
+        assert experts == sorted(experts)
+        assert (
+            ends[owner]
+            == torch.bincount(torch.tensor(experts, dtype=torch.long), minlength=num_local).cumsum(0).tolist()
+        )
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "num_experts", "ep_size", "kind"), [c for c in CASES if c[3] > 1])
+def test_write_pairs(ops, tokens, top_k, num_experts, ep_size, kind):
+    index = draw_index(tokens, top_k, num_experts, 5, kind)
+    routing = ops.count_routing(index, num_experts, ep_size)
+    slots, _ = ops.slot_pairs(routing, routing.totals_X.unsqueeze(0).expand(ep_size, -1).contiguous(), 0)
+    weights = torch.rand(tokens, top_k)
+    rows = int(routing.totals_X[num_experts:].sum())
+    buffer = torch.full((rows, 2 * top_k + 3), -7, dtype=torch.int32)
+    out_slots, out_weights = buffer[:, 1 : top_k + 1], buffer.view(torch.float32)[:, top_k + 2 : 2 * top_k + 2]
+    ops.write_pairs(routing, slots, weights, out_slots, out_weights)
+    for t in range(tokens):
+        for k in range(top_k):
+            row = routing.pair_row_TK[t, k]
+            assert out_slots[row, k] == slots[t, k]
+            assert out_weights[row, k] == weights[t, k]
+    assert (out_slots >= 0).sum() == tokens * top_k
+    assert (buffer[:, 0] == -7).all()
+    assert (buffer[:, -1] == -7).all()
+
+
+def make_map(ops, rows, top_k, num_experts, seed=0, hole=True):
+    """A slot map as a rank receives it: some pairs of a row belong to other ranks."""
+    index = draw_index(rows, top_k, num_experts, seed)
+    routing = ops.count_routing(index, num_experts, 1)
+    slots, offsets = ops.slot_pairs(routing, routing.totals_X.unsqueeze(0), 0)
+    if not hole or not rows:
+        return index, SlotMap(slots, offsets, rows * top_k)
+    keep = torch.rand(rows, top_k, generator=torch.Generator().manual_seed(seed + 1)) < 0.6
+    keep[:, 0] |= ~keep.any(1)
+    keep[index == num_experts - 2] = False  # an expert without tokens
+    kept = slots.masked_fill(~keep, -1)
+    order = torch.full((rows * top_k,), -1, dtype=torch.int32)
+    order[kept[keep].sort().values.long()] = torch.arange(int(keep.sum()), dtype=torch.int32)
+    dense = torch.where(keep, order[kept.clamp_min(0).long()], -1).int()
+    ends = torch.bincount(index[keep], minlength=num_experts).cumsum(0).int()
+    return index, SlotMap(dense, ends, int(keep.sum()))
+
+
+def reference(rows, weights, gate_up, down, index, slot_map):
+    out = torch.zeros_like(rows)
+    for expert in range(gate_up.shape[0]):
+        r, k = ((index == expert) & (slot_map.slots_RK >= 0)).nonzero(as_tuple=True)
+        gate, up = (rows[r] @ gate_up[expert].T).chunk(2, -1)
+        y = (torch.nn.functional.silu(gate) * up) @ down[expert].T
+        out = out.index_add(0, r, y * weights[r, k, None])
+    return out
+
+
+def run_block(ops, rows, top_k, num_experts, dtype, hidden=16, ffn=24, strided=False, need=(True, True, True, True)):
+    torch.manual_seed(3)
+    index, slot_map = make_map(ops, rows, top_k, num_experts)
+    values = [torch.randn(rows, hidden), torch.rand(rows, top_k), torch.randn(num_experts, 2 * ffn, hidden) * 0.3]
+    values = [v.to(dtype) for v in (*values, torch.randn(num_experts, hidden, ffn) * 0.3)]
+    ours = [v.clone().requires_grad_(n) for v, n in zip(values, need, strict=True)]
+    exact = [v.double().requires_grad_(n) for v, n in zip(values, need, strict=True)]
+    first = ours[0]
+    if strided:
+        wide = torch.nn.functional.pad(first, (0, 16))
+        first = wide[:, :hidden]
+    gradient = torch.randn(rows, hidden).to(dtype)
+    out = expert_mlp(first, ours[1], ours[2], ours[3], slot_map, ops)
+    want = reference(*exact, index, slot_map)
+    out.backward(gradient)
+    if any(need):
+        want.backward(gradient.double())
+    return [(out, want)] + [(a.grad, b.grad) for a, b in zip(ours, exact, strict=True)]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
+@pytest.mark.parametrize(("rows", "top_k", "num_experts"), [(41, 2, 5), (30, 4, 4), (9, 18, 20)])
+def test_expert_mlp(ops, rows, top_k, num_experts, dtype, tolerance, strided):
+    for got, want in run_block(ops, rows, top_k, num_experts, dtype, strided=strided):
+        assert got.dtype == dtype
+        assert relative(got, want) < tolerance
+
+
+def test_expert_mlp_wide(ops):
+    """More columns than one tile of the SwiGLU kernels, and a hidden size that fills no power of two."""
+    for got, want in run_block(ops, 12, 2, 4, torch.float32, hidden=40, ffn=300):
+        assert relative(got, want) < 2e-6
+
+
+def test_expert_mlp_without_rows(ops):
+    """No rows at all: the experts' gradients are zeros, not None."""
+    (out, _), *grads = run_block(ops, 0, 2, 4, torch.float32)
+    assert out.shape == (0, 16)
+    for got, want in grads[2:]:
+        assert got.shape == want.shape
+        assert got.abs().max() == 0
+
+
+@pytest.mark.parametrize("need", [(True, True, False, False), (False, False, True, True), (False, True, False, True)])
+def test_frozen_parts(ops, need):
+    results = run_block(ops, 20, 2, 4, torch.float32, need=need)
+    for wanted, (got, want) in zip((True, *need), results, strict=True):
+        assert (got is not None) == wanted
+        if wanted:
+            assert relative(got, want) < 2e-6
+
+
+def test_parts_with_gradients_make_the_block(ops):
+    """permute, grouped matmul, SwiGLU x weight and unpermute, one by one, equal the block and its gradients."""
+    torch.manual_seed(0)
+    _, slot_map = make_map(ops, 25, 3, 6)
+    values = [torch.randn(25, 16), torch.rand(25, 3), torch.randn(6, 48, 16) * 0.3, torch.randn(6, 16, 24) * 0.3]
+
+    def inside(x, w, gate_up, down):
+        rows, weights = permute(x, slot_map, ops, w)
+        active = swiglu(grouped_matmul(rows, gate_up, slot_map.offsets_L, ops), ops, weights)
+        return unpermute(grouped_matmul(active, down, slot_map.offsets_L, ops), slot_map, ops)
+
+    def outside(x, w, gate_up, down):
+        rows, weights = permute(x, slot_map, ops, w)
+        active = swiglu(grouped_matmul(rows, gate_up, slot_map.offsets_L, ops), ops)
+        return unpermute(grouped_matmul(active, down, slot_map.offsets_L, ops), slot_map, ops, weights)
+
+    gradient = torch.randn(25, 16)
+    results = []
+    for function in (lambda *a: expert_mlp(*a, slot_map, ops), inside, outside):
+        leaves = [v.clone().requires_grad_() for v in values]
+        out = function(*leaves)
+        out.backward(gradient)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for other in results[1:]:
+        for a, b in zip(other, results[0], strict=True):
+            assert relative(a, b) < 2e-6
+
+
+def test_a_wrong_weight_gradient_would_be_seen(ops, monkeypatch):
+    """The fault put back: a routing-weight gradient that forgets the activation's up half."""
+    right = ops.swiglu_backward
+
+    def wrong(gate_up, weights, gradient):
+        out = right(gate_up, weights, gradient)
+        return out[0], (gradient.float() * torch.nn.functional.silu(gate_up.float().chunk(2, -1)[0])).sum(-1), out[2]
+
+    monkeypatch.setattr(ops, "swiglu_backward", wrong)
+    results = run_block(ops, 20, 2, 4, torch.float32)
+    assert relative(*results[2]) > 0.1
+    assert relative(*results[1]) < 2e-6
+
+
+def test_unknown_device_is_named():
+    with pytest.raises(ValueError, match="'tpu'"):
+        get_ops("tpu")
+    assert set(OPS) == {"cpu", "cuda", "npu"}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
+def test_triton_kernels_under_the_interpreter():
+    """The same tests, Triton file included, in a process that started with TRITON_INTERPRET=1."""
+    pytest.importorskip("triton", reason="triton is not installed (pip install --no-deps triton==3.6.0)")
+    inner = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert inner.returncode == 0, inner.stdout[-4000:] + inner.stderr[-2000:]
+    assert "cuda" in subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=60, check=False,
+    ).stdout  # fmt: skip
