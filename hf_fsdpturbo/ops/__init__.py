@@ -113,7 +113,7 @@ def get_ops(device_type: str) -> OpSet:
     """
     if device_type not in OPS:
         raise ValueError(
-            f"device {device_type!r} has no operators for ep_dispatcher='fused'. Known: {sorted(OPS)};
-            ep_dispatcher='eager' runs anywhere."
+            f"device {device_type!r} has no operators for ep_dispatcher='fused'. Known: {sorted(OPS)}; "
+            "ep_dispatcher='eager' runs anywhere."
         )
     return cast(OpSet, importlib.import_module(OPS[device_type]))
