@@ -30,11 +30,11 @@ _DDP_TIMEOUT_DEFAULT = 1800  # of TrainingArguments: any other value there was g
 _warned: set[str] = set()
 
 
-def _warn_once(message: str) -> None:
-    """One warning a process, on rank 0."""
-    if message not in _warned and launch_config.rank() == 0:
+def _warn_once(topic: str, message: str) -> None:
+    """One warning on a topic a process, on rank 0 (arguments are built again whenever they are copied)."""
+    if topic not in _warned and launch_config.rank() == 0:
         logger.warning(message)
-    _warned.add(message)
+    _warned.add(topic)
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class FSDPTurboArguments:
 
     def __post_init__(self) -> None:
         check_floors()
-        launch_config.refuse_foreign_environment()
         settings, launch = resolve_settings({name: getattr(self, name) for name in PUBLIC_DEFAULTS})
+        launch_config.refuse_foreign_environment()
         self._adopt(_resolved_from(settings, settings, launch))
         self._set_timeout()
         if launch.use_cpu:
@@ -172,20 +172,23 @@ class FSDPTurboArguments:
         effective, changed = reduce_to_one_process(current.settings)
         if changed:
             was = ", ".join(f"{key.removeprefix('dist_config.')}={current.settings[key].value}" for key in changed)
-            _warn_once(f"One process: {was} (environment or accelerate YAML) reduced to 1.")
+            _warn_once("one process", f"One process: {was} (environment or accelerate YAML) reduced to 1.")
             self._adopt(_resolved_from(current.settings, effective, current.launch))
         if getattr(self, "_n_gpu", 1) > 1:
-            _warn_once(f"One process sees {self._n_gpu} GPUs and trains on one. Start one process a GPU to use all.")
+            _warn_once(
+                "n_gpu", f"One process sees {self._n_gpu} GPUs and trains on one. Start one process a GPU to use all."
+            )
             self._n_gpu = 1  # else the Trainer wraps the model in DataParallel
 
     def _warn(self) -> None:
         if not getattr(self, "average_tokens_across_devices", True):
             _warn_once(
+                "average_tokens_across_devices",
                 "average_tokens_across_devices=False: each rank's loss is averaged over its own tokens, so a token "
-                "weighs more on a rank that has few."
+                "weighs more on a rank that has few.",
             )
         if not self.fsdpturbo_params.pin_memory and not self.fsdpturbo_params.offload_params:
-            _warn_once("dist_config pin_memory=False has no effect without offload_params.")
+            _warn_once("pin_memory", "dist_config pin_memory=False has no effect without offload_params.")
 
     @property
     def fsdpturbo_params(self) -> FSDPTurboParams:

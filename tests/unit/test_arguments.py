@@ -1,0 +1,522 @@
+"""Configuration: strict parsing, precedence between sources, copies, and what one process makes of big sizes."""
+
+import copy
+import dataclasses
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+from transformers import HfArgumentParser
+
+from hf_fsdpturbo import launch_config
+from hf_fsdpturbo.arguments import (
+    FSDPTurboParams,
+    FSDPTurboTrainingArguments,
+    InitParams,
+    KernelParams,
+    bf16_storage_warning,
+    describe_sources,
+    mixin,
+    sizes_for_world,
+    sources,
+)
+
+YAML_HEAD = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\n"
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("FSDPTURBO_", "ACCELERATE_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(mixin, "_warned", set())
+
+
+@pytest.fixture
+def build(tmp_path):
+    def make(**kwargs):
+        return FSDPTurboTrainingArguments(
+            **{"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", **kwargs}
+        )
+
+    return make
+
+
+@pytest.fixture
+def accelerate_yaml(tmp_path, monkeypatch):
+    """Write an accelerate YAML with our fields and let the environment name it."""
+
+    def make(fields, head=YAML_HEAD):
+        path = tmp_path / "accelerate.yaml"
+        path.write_text(
+            head + "fsdp_config:\n" + "".join(f"  fsdp_turbo_{k}: {json.dumps(v)}\n" for k, v in fields.items())
+        )
+        monkeypatch.setenv("FSDPTURBO_ACCELERATE_CONFIG", str(path))
+        return path
+
+    return make
+
+
+def pretend_world(monkeypatch, size):
+    """Arguments of a run of ``size`` processes, without starting them."""
+    monkeypatch.setattr(launch_config, "world_size", lambda: size)
+    monkeypatch.setattr(FSDPTurboTrainingArguments, "world_size", property(lambda self: size))
+
+
+def raises_naming(call, *words):
+    with pytest.raises(ValueError, match=".") as caught:
+        call()
+    for word in words:
+        assert str(word) in str(caught.value), f"{word!r} is not in: {caught.value}"
+    return str(caught.value)
+
+
+# ---- the tables of the spec ----
+
+
+def test_defaults_are_those_of_the_spec(build):
+    args = build()
+    assert args.fsdpturbo_params == FSDPTurboParams()
+    assert dataclasses.asdict(FSDPTurboParams()) == {
+        "name": "fsdpturbo",
+        "reshard_after_forward": True,
+        "offload_params": False,
+        "pin_memory": True,
+        "dcp_path": None,
+        "ep_size": 1,
+        "ep_dispatcher": "eager",
+        "fsdp_ignored_modules": [],
+        "hook_modules": [],
+        "fsdp_implementation": "native",
+        "efsdp_size": None,
+        "ep_backend": "torch",
+        "param_storage_dtype": "auto",
+    }
+    assert (args.dp_size, args.cp_size, args.cp_mode, args.mp_replicate_size, args.mp_shard_size) == (
+        None,
+        1,
+        "ulysses",
+        1,
+        None,
+    )
+    assert args.dist_timeout == args.ddp_timeout == 18000
+    assert args.kernel_params is None
+    assert args.init_params == InitParams("init_on_meta")
+
+
+def test_field_defaults_match_the_table_that_merging_uses():
+    ours = {f.name: f for f in dataclasses.fields(FSDPTurboTrainingArguments) if f.name in sources.PUBLIC_DEFAULTS}
+    assert set(ours) == set(sources.PUBLIC_DEFAULTS)
+    for name, field in ours.items():
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        assert default == sources.PUBLIC_DEFAULTS[name], name
+
+
+def test_importing_the_arguments_imports_no_heavy_package():
+    code = (
+        "import sys, hf_fsdpturbo.arguments as a; print([m for m in ('torch', 'transformers', 'trl', 'accelerate') "
+        "if m in sys.modules]); a.FSDPTurboTrainingArguments"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert out.strip() == "[]"
+
+
+# ---- strict parsing of dist_config ----
+
+EVERY_FORM = {"ep_size": 2, "ep_dispatcher": "fused", "fsdp_ignored_modules": ["model.embed"]}
+
+
+def test_a_mapping_a_json_string_and_files_mean_the_same(build, tmp_path):
+    yaml_path, json_path = tmp_path / "dist.yaml", tmp_path / "dist.json"
+    yaml_path.write_text("ep_size: 2\nep_dispatcher: fused\nfsdp_ignored_modules: [model.embed]\n")
+    json_path.write_text(json.dumps(EVERY_FORM))
+    expected = FSDPTurboParams(**EVERY_FORM)
+    for form in (EVERY_FORM, json.dumps(EVERY_FORM), str(yaml_path), str(json_path)):
+        assert build(dist_config=form).fsdpturbo_params == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ep_size", True),
+        ("ep_size", 2.0),
+        ("ep_size", "2"),
+        ("ep_size", 0),
+        ("ep_size", -4),
+        ("ep_size", None),
+        ("efsdp_size", 0),
+        ("efsdp_size", False),
+        ("ep_dispatcher", "fast"),
+        ("ep_dispatcher", "Eager"),
+        ("reshard_after_forward", 1),
+        ("reshard_after_forward", "true"),
+        ("dcp_path", 3),
+        ("fsdp_ignored_modules", "model.embed"),
+        ("fsdp_ignored_modules", [1]),
+        ("hook_modules", None),
+        ("fsdp_implementation", "other"),
+        ("ep_backend", "upstream"),
+        ("param_storage_dtype", "float16"),
+        ("name", "fsdp2"),
+    ],
+)
+def test_a_wrong_value_names_field_and_value(build, key, value):
+    raises_naming(lambda: build(dist_config={key: value}), f"dist_config {key}", repr(value))
+    raises_naming(lambda: FSDPTurboParams(**{key: value}), key, repr(value))
+
+
+def test_an_unknown_key_lists_the_valid_ones(build):
+    message = raises_naming(lambda: build(dist_config={"ep_sise": 2}), "ep_sise", "dist_config", "efsdp_size")
+    assert message.startswith("Unknown params")
+
+
+@pytest.mark.parametrize(
+    "key", ["dp_size", "cp_size", "cp_mode", "mp_replicate_size", "mp_shard_size", "dist_timeout"]
+)
+def test_a_topology_field_inside_dist_config_says_where_it_belongs(build, key):
+    message = raises_naming(lambda: build(dist_config={key: 1}), "Unknown params", key, f"--{key}")
+    assert f"{key} is a training argument" in message
+
+
+@pytest.mark.parametrize("key", ["ep_modules", "ep_fsdp_modules"])
+def test_module_patterns_belong_to_a_model_spec(build, key, monkeypatch):
+    hint = "FSDPTurboEPModelSpec.register"
+    raises_naming(lambda: build(dist_config={key: ["x"]}), "Unknown params", key, hint)
+    raises_naming(lambda: build(kernel_config={"name": "auto", key: ["x"]}), "Unknown params", key, hint)
+    raises_naming(lambda: build(init_config={key: ["x"]}), "Unknown params", key, hint)
+    monkeypatch.setenv(f"FSDPTURBO_{key.upper()}", "x")
+    raises_naming(build, "Unknown params", f"FSDPTURBO_{key.upper()}", hint)
+
+
+def test_a_private_field_outside_dist_config_says_where_it_belongs(build, accelerate_yaml):
+    accelerate_yaml({"efsdp_size": 2})
+    raises_naming(build, "Unknown params", "fsdp_turbo_efsdp_size", "inside dist_config", "fsdp_turbo_ep_size")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("no_such_file.yaml", ["no_such_file.yaml", "no such file"]),
+        ("eager", ["'eager'", "JSON", ".yaml"]),
+        ("{ep_size: 2}", ["not valid JSON"]),
+        ('{"ep_size": 2, "ep_size": 4}', ["ep_size", "more than once"]),
+        ([1], ["dist_config", "mapping", "[1]"]),
+        ({1: 2}, ["dist_config", "key 1", "strings"]),
+        ({"dcp_path": object()}, ["dist_config dcp_path", "JSON"]),
+        (7, ["dist_config", "7"]),
+    ],
+)
+def test_what_is_no_mapping_is_an_error(build, value, words):
+    raises_naming(lambda: build(dist_config=value), *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("ep_size: 2\nep_size: 4\n", "more than once"), ("- 1\n", "mapping"), ("a: [", "cannot be read")],
+)
+def test_a_bad_file_names_the_file(build, tmp_path, text, word):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    raises_naming(lambda: build(dist_config=str(path)), "dist_config", word)
+
+
+@pytest.mark.parametrize(
+    "name", ["ep_size", "dp_size", "cp_size", "mp_replicate_size", "mp_shard_size", "dist_timeout"]
+)
+@pytest.mark.parametrize("value", [True, 2.0, "2", 0, -1])
+def test_sizes_are_positive_integers(build, name, value):
+    raises_naming(lambda: build(**{name: value}), name, value)
+
+
+def test_cp_mode_has_one_value(build):
+    raises_naming(lambda: build(cp_mode="ring"), "cp_mode", "'ring'", "ulysses")
+
+
+# ---- kernel_config and init_config ----
+
+
+def test_kernel_config_is_parsed(build):
+    config = {
+        "name": "auto, flash-linear-attention",
+        "include_kernels": "chunk_gated_delta_rule, fused_recurrent_gated_delta_rule",
+        "chunk_size": 16,
+    }
+    args = build(kernel_config=config)
+    both = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
+    assert args.kernel_params == KernelParams(["auto", "flash-linear-attention"], both, 16)
+    assert args.kernel_config == config
+    for everything in ("auto", True):
+        params = build(kernel_config={"name": "flash-linear-attention", "include_kernels": everything}).kernel_params
+        assert params == KernelParams(["flash-linear-attention"], None, 64)
+
+
+FLA = {"name": "flash-linear-attention"}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, ["kernel_config", "name"]),
+        ({"name": "turbo"}, ["kernel_config name", "'turbo'", "liger"]),
+        ({"name": ""}, ["kernel_config name", "nothing"]),
+        ({"name": "auto,,liger"}, ["kernel_config name", "''"]),
+        ({"name": "auto, auto"}, ["kernel_config name", "twice"]),
+        ({"name": ["auto"]}, ["kernel_config name", "['auto']"]),
+        ({**FLA, "include_kernels": ""}, ["include_kernels", "nothing"]),
+        ({**FLA, "include_kernels": False}, ["include_kernels", "False"]),
+        ({**FLA, "include_kernels": "chunk_kda"}, ["include_kernels", "'chunk_kda'", "chunk_gated_delta_rule"]),
+        ({**FLA, "chunk_size": 48}, ["chunk_size", "48", "(16, 32, 64)"]),
+        ({**FLA, "chunk_size": True}, ["chunk_size", "True"]),
+        ({**FLA, "chunk_size": "64"}, ["chunk_size", "'64'"]),
+        ({"name": "auto", "chunk_size": 64}, ["chunk_size", "64", "flash-linear-attention"]),
+        ({"name": "liger", "include_kernels": "auto"}, ["include_kernels", "flash-linear-attention"]),
+        ({"name": "auto", "chunk": 64}, ["Unknown params", "chunk", "chunk_size"]),
+    ],
+)
+def test_a_bad_kernel_config_is_an_error(build, config, words):
+    raises_naming(lambda: build(kernel_config=config), *words)
+
+
+def test_init_config(build):
+    assert build(init_config={"name": "init_on_rank0"}).init_params.name == "init_on_rank0"
+    raises_naming(lambda: build(init_config={"name": "init_on_disk"}), "init_config name", "'init_on_disk'")
+    raises_naming(lambda: build(init_config={"mode": "init_on_meta"}), "Unknown params", "mode")
+
+
+# ---- the parsers people use ----
+
+
+def test_the_command_line_takes_json_and_paths(tmp_path):
+    path = tmp_path / "kernels.yaml"
+    path.write_text("name: auto\n")
+    base = ["--output_dir", str(tmp_path), "--use_cpu", "--report_to", "none"]
+    extra = ["--ep_dispatcher", "fused", "--dist_config", '{"ep_size": 1}', "--kernel_config", str(path)]
+    (args,) = HfArgumentParser(FSDPTurboTrainingArguments).parse_args_into_dataclasses([*base, *extra])
+    assert (args.fsdpturbo_params.ep_dispatcher, args.kernel_params.name) == ("fused", ["auto"])
+    (args,) = HfArgumentParser(FSDPTurboTrainingArguments).parse_args_into_dataclasses(base)
+    assert args.init_config == {"name": "init_on_meta"}
+
+
+def test_a_trl_recipe_takes_a_nested_mapping(tmp_path):
+    from trl import TrlParser
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"output_dir: {tmp_path}\nuse_cpu: true\nreport_to: none\ninit_config:\n  name: init_on_default\n"
+        "dist_config:\n  ep_dispatcher: domino\n  fsdp_ignored_modules: [a, b]\n"
+    )
+    (args,) = TrlParser(FSDPTurboTrainingArguments).parse_args_and_config(["--config", str(recipe)])
+    assert args.fsdpturbo_params == FSDPTurboParams(ep_dispatcher="domino", fsdp_ignored_modules=["a", "b"])
+    assert args.init_params.name == "init_on_default"
+    recipe.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nep_size: true\n")
+    raises_naming(
+        lambda: TrlParser(FSDPTurboTrainingArguments).parse_args_and_config(["--config", str(recipe)]), "ep_size"
+    )
+
+
+# ---- sources ----
+
+
+def test_shorthand_and_dist_config_agree_or_raise(build, accelerate_yaml, monkeypatch):
+    assert build(ep_size=2, dist_config={"ep_size": 2}).fsdpturbo_params.ep_size == 2
+    assert build(ep_dispatcher="fused").fsdpturbo_params.ep_dispatcher == "fused"
+    raises_naming(lambda: build(ep_size=2, dist_config={"ep_size": 4}), "ep_size=2", "ep_size=4", "Python")
+    raises_naming(
+        lambda: build(ep_dispatcher="fused", dist_config={"ep_dispatcher": "eager"}),
+        "ep_dispatcher",
+        "'fused'",
+        "'eager'",
+    )
+    path = accelerate_yaml({"ep_size": 2, "dist_config": {"ep_size": 4}})
+    raises_naming(build, "ep_size=2", "ep_size=4", path)
+    monkeypatch.delenv("FSDPTURBO_ACCELERATE_CONFIG")
+    monkeypatch.setenv("FSDPTURBO_EP_SIZE", "2")
+    monkeypatch.setenv("FSDPTURBO_DIST_CONFIG", '{"ep_size": 4}')
+    raises_naming(build, "ep_size=2", "ep_size=4", "environment")
+
+
+def test_precedence_goes_key_by_key(build, accelerate_yaml, monkeypatch):
+    pretend_world(monkeypatch, 16)
+    accelerate_yaml(
+        {"ep_size": 8, "dist_config": {"param_storage_dtype": "bfloat16", "pin_memory": False}, "dp_size": 16}
+    )
+    assert build().ep_size == 8
+    monkeypatch.setenv("FSDPTURBO_EP_SIZE", "4")
+    monkeypatch.setenv("FSDPTURBO_EP_DISPATCHER", "fused")
+    args = build(ep_size=2)
+    assert args.fsdpturbo_params == FSDPTurboParams(
+        ep_size=2, ep_dispatcher="fused", param_storage_dtype="bfloat16", pin_memory=False
+    )
+    assert build().ep_size == 4
+    text = describe_sources(args)
+    by_source = {line.split(":")[0].strip(): line for line in text.splitlines()}
+    assert "dist_config.ep_size=2" in by_source["command line / Python"]
+    assert "dist_config.ep_dispatcher='fused'" in by_source["environment"]
+    assert "dist_config.param_storage_dtype='bfloat16'" in by_source["accelerate YAML"]
+    assert "dp_size=16" in by_source["accelerate YAML"]
+
+
+def test_a_default_overrides_the_yaml_inside_dist_config_only(build, accelerate_yaml, monkeypatch):
+    """The documented limit, see the note in sources.py."""
+    pretend_world(monkeypatch, 4)
+    accelerate_yaml({"ep_dispatcher": "fused", "mp_replicate_size": 2})
+    args = build(dist_config={"ep_dispatcher": "eager"}, mp_replicate_size=1)
+    assert (args.ep_dispatcher, args.mp_replicate_size) == ("eager", 2)
+    monkeypatch.setenv("FSDPTURBO_MP_REPLICATE_SIZE", "1")
+    assert build().mp_replicate_size == 1
+
+
+def test_kernel_config_is_taken_as_a_whole(build, accelerate_yaml):
+    accelerate_yaml({"kernel_config": {**FLA, "chunk_size": 16}})
+    assert build().kernel_params.chunk_size == 16
+    assert build(kernel_config={"name": "auto"}).kernel_params == KernelParams(["auto"])
+
+
+def test_a_bad_value_from_elsewhere_names_its_source(build, accelerate_yaml, monkeypatch):
+    path = accelerate_yaml({"ep_size": True})
+    raises_naming(build, "ep_size", "True", path)
+    monkeypatch.delenv("FSDPTURBO_ACCELERATE_CONFIG")
+    for text in ("two", "", "2.0", "True"):
+        monkeypatch.setenv("FSDPTURBO_EP_SIZE", text)
+        raises_naming(build, "FSDPTURBO_EP_SIZE", text)
+    monkeypatch.setenv("FSDPTURBO_EP_SIZE", "0")
+    raises_naming(build, "ep_size", "0", "environment")
+
+
+def test_an_unknown_variable_with_our_prefix_is_an_error(build, monkeypatch):
+    monkeypatch.setenv("FSDPTURBO_EP_SISE", "2")
+    message = raises_naming(build, "FSDPTURBO_EP_SISE", "FSDPTURBO_EP_SIZE")
+    assert message.startswith("Unknown params")
+
+
+def test_use_cpu_of_the_yaml_is_honoured(build, accelerate_yaml):
+    accelerate_yaml({"ep_size": 2})
+    assert build(use_cpu=False).use_cpu is True
+
+
+def test_mixed_precision_of_the_launcher_must_be_ours(build, accelerate_yaml, monkeypatch):
+    path = accelerate_yaml({}, YAML_HEAD + "mixed_precision: bf16\n")
+    path.write_text(YAML_HEAD + "mixed_precision: bf16\n")
+    raises_naming(build, "mixed_precision=bf16", path, "bf16=False")
+    assert build(bf16=True).bf16
+    path.write_text(YAML_HEAD + "mixed_precision: 'no'\n")
+    raises_naming(lambda: build(bf16=True), "mixed_precision=no", "bf16=True")
+    path.write_text(YAML_HEAD)
+    assert build(bf16=True).bf16
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    raises_naming(build, "mixed_precision=bf16", "bf16=False")
+
+
+# ---- timeouts, copies, later changes ----
+
+
+def test_dist_timeout_sets_ddp_timeout(build):
+    assert build(dist_timeout=60).ddp_timeout == 60
+    assert build(ddp_timeout=60, dist_timeout=60).ddp_timeout == 60
+    raises_naming(lambda: build(ddp_timeout=60), "ddp_timeout=60", "dist_timeout=18000")
+
+
+def test_copies_say_the_same(build, accelerate_yaml, monkeypatch):
+    pretend_world(monkeypatch, 8)
+    accelerate_yaml({"ep_size": 4, "kernel_config": {"name": "auto"}, "dist_timeout": 77})
+    monkeypatch.setenv("FSDPTURBO_EP_DISPATCHER", "fused")
+    args = build(dist_config={"param_storage_dtype": "bfloat16"})
+    again = dataclasses.replace(args, learning_rate=1.0)
+    rebuilt = FSDPTurboTrainingArguments(**json.loads(args.to_json_string()))
+    for other in (again, rebuilt, copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        assert other.fsdpturbo_params == args.fsdpturbo_params
+        assert other.kernel_params == args.kernel_params
+        assert describe_sources(other) == describe_sources(args)
+        assert other.dist_timeout == other.ddp_timeout == 77
+    assert again.dist_config is not args.dist_config
+
+
+def test_the_fields_hold_plain_json_types(build):
+    args = build(
+        dist_config={"hook_modules": (), "ep_dispatcher": "fused"}, ep_size=2, kernel_config='{"name": "auto"}'
+    )
+    assert type(args.dist_config) is dict
+    assert args.dist_config == FSDPTurboParams(ep_size=2, ep_dispatcher="fused").to_dict()
+    assert json.loads(args.to_json_string())["dist_config"] == args.dist_config
+    assert args.to_dict()["kernel_config"] == {"name": "auto"}
+    assert (args.ep_size, args.ep_dispatcher) == (2, "fused")
+
+
+def test_a_change_after_construction_is_not_ignored(build):
+    for name, value in (("ep_size", 4), ("ep_dispatcher", "fused"), ("dist_config", {"ep_size": 4})):
+        args = build()
+        setattr(args, name, value)
+        raises_naming(lambda args=args: args.fsdpturbo_params, name, value)
+
+
+# ---- sizes ----
+
+
+def test_one_process_reduces_sizes_of_yaml_and_environment_with_one_notice(
+    build, accelerate_yaml, monkeypatch, caplog
+):
+    accelerate_yaml({"ep_size": 16, "mp_replicate_size": 2, "dist_config": {"efsdp_size": 2}})
+    monkeypatch.setenv("FSDPTURBO_DP_SIZE", "16")
+    with caplog.at_level(logging.WARNING, logger="hf_fsdpturbo"):
+        args = build()
+        dataclasses.replace(args)
+    notices = [r.getMessage() for r in caplog.records if "One process" in r.getMessage()]
+    assert len(notices) == 1
+    for part in ("ep_size=16", "mp_replicate_size=2", "efsdp_size=2", "dp_size=16"):
+        assert part in notices[0]
+    alone = {
+        "ep_size": 1,
+        "efsdp_size": None,
+        "dp_size": None,
+        "cp_size": 1,
+        "mp_replicate_size": 1,
+        "mp_shard_size": None,
+    }
+    assert sizes_for_world(args, 1) == alone
+    assert (args.ep_size, args.fsdpturbo_params.efsdp_size, args.dp_size, args.mp_replicate_size) == (1, None, None, 1)
+    assert sizes_for_world(args, 16) == {
+        **alone,
+        "ep_size": 16,
+        "efsdp_size": 2,
+        "dp_size": 16,
+        "mp_replicate_size": 2,
+    }
+
+
+def test_one_process_keeps_sizes_given_in_python(build, accelerate_yaml):
+    accelerate_yaml({"mp_replicate_size": 2})
+    args = build(ep_size=2)
+    assert sizes_for_world(args, 1)["ep_size"] == 2
+    assert sizes_for_world(args, 1)["mp_replicate_size"] == 1
+    from hf_fsdpturbo.parallel_state import Topology
+
+    raises_naming(lambda: Topology.resolve(1, **sizes_for_world(args, 1)), "ep_size (2)", "dp_size (1)")
+
+
+def test_processes_that_do_not_know_each_other_are_an_error(build, monkeypatch):
+    monkeypatch.setattr(launch_config, "world_size", lambda: 2)
+    raises_naming(build, "WORLD_SIZE=2", "world of 1", "use_cpu")
+
+
+def test_one_process_with_many_gpus_uses_one(build, monkeypatch, caplog):
+    monkeypatch.setattr(
+        FSDPTurboTrainingArguments, "_setup_devices", property(lambda self: setattr(self, "_n_gpu", 4))
+    )
+    pretend_world(monkeypatch, 1)
+    with caplog.at_level(logging.WARNING, logger="hf_fsdpturbo"):
+        assert build()._n_gpu == 1
+    assert "4 GPUs" in caplog.text
+
+
+def test_bf16_storage_warning(build):
+    low, high = build(learning_rate=2e-5), build(learning_rate=1e-4)
+    text = bf16_storage_warning(low, True)
+    assert text is not None
+    assert "2e-05" in text
+    assert "param_storage_dtype" in text
+    assert bf16_storage_warning(low, False) is None
+    assert bf16_storage_warning(high, True) is None
