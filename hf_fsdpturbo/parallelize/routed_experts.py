@@ -30,7 +30,11 @@ class RoutedForward:
         rows_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         index_TK = top_k_index.reshape(rows_TD.shape[0], -1)
         weights_TK = top_k_weights.reshape(rows_TD.shape[0], -1)
-        return self.dispatcher(rows_TD, index_TK, weights_TK, self.experts).view(hidden_states.shape)
+        output_TD = self.dispatcher(rows_TD, index_TK, weights_TK, self.experts)
+        if hidden_states.ndim == 2:
+            return output_TD
+        # Never a view: a model may add shared experts in place, and that drops FSDP's backward hook from a view.
+        return output_TD.view(hidden_states.shape).clone()
 
 
 def expert_options(options: dict[str, Any]) -> dict[str, Any]:
