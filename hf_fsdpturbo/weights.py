@@ -116,9 +116,13 @@ def check_loading_info(path: str, info: dict[str, Any]) -> list[str]:
 
 def own_storage(model: nn.Module) -> None:
     """Copy local shards that are views into a whole tensor's storage (Transformers' CPU loader leaves them so), so that the whole can be freed."""
+    owned_by: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are one parameter and stay one
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if not isinstance(parameter, DTensor):
+                continue
+            if parameter in owned_by:
+                module._parameters[name] = owned_by[parameter]
                 continue
             local = parameter.to_local()
             if local.device.type == "meta" or local.untyped_storage().nbytes() <= local.numel() * local.element_size():
@@ -131,7 +135,8 @@ def own_storage(model: nn.Module) -> None:
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-            module._parameters[name] = nn.Parameter(owned, requires_grad=parameter.requires_grad)
+            owned_by[parameter] = nn.Parameter(owned, requires_grad=parameter.requires_grad)
+            module._parameters[name] = owned_by[parameter]
 
 
 def copy_full_tensor_(target: Tensor, full: Tensor) -> None:
