@@ -1,0 +1,88 @@
+"""A failure on one rank is raised on all of them: no hang, no rank-0-only error."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+# What reading, writing and converting raise when the disk, a file or the user's objects are at fault. DCP's own
+# exception derives from BaseException and is already the same on every rank; it is agreed on once more, harmlessly.
+FAILURES = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    pickle.PickleError,
+    SafetensorError,
+    CheckpointException,
+)
+
+
+class CheckpointError(ValueError):
+    """Saving or loading failed; raised on every rank with the message of the rank where it happened."""
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def agree(error: BaseException | None, what: str) -> None:
+    """Exchange failures; every rank must call it.
+
+    Args:
+        error: what failed here, or None.
+        what: what was being done, for the message.
+
+    Raises:
+        CheckpointError: some rank failed; names the ranks and the first message.
+    """
+    message = None if error is None else _first_line(error)
+    messages: list[str | None] = [message]
+    if world_size() > 1:
+        messages = [None] * world_size()
+        dist.all_gather_object(messages, message)
+    failed = {index: text for index, text in enumerate(messages) if text is not None}
+    if failed:
+        first = next(iter(failed.values()))
+        where = "" if world_size() == 1 else f" on rank {', '.join(map(str, failed))} of {world_size()}"
+        raise CheckpointError(f"{what} failed{where}: {first}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        causes = [str(cause[0]) for cause in error.failures.values()]
+        return "; ".join(dict.fromkeys(causes)) or "DCP failed"
+    text = str(error).strip() or repr(error)
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
+@contextlib.contextmanager
+def together(what: str) -> Iterator[None]:
+    """Run a block that holds no collective on every rank; a failure in it anywhere is raised everywhere.
+
+    Raises:
+        CheckpointError: the block failed on some rank.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except CheckpointError:
+        raise  # agreed on already, inside
+    except FAILURES as caught:
+        error = caught
+    agree(error, what)

@@ -1,0 +1,220 @@
+"""Whole or not there: a checkpoint is written under another name and appears by one rename, once every rank is done.
+
+    output_dir/
+      checkpoint-3/               finished: holds COMPLETE.json, the list of its files and their sizes
+      _saving/checkpoint-6/       being written, or left by a killed run; the next save removes it
+      _deleting/checkpoint-1/     being removed
+
+Names that begin with ``checkpoint-`` would be counted by Transformers; names with ``_`` are also left out by its Hub uploads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+COMPLETE = "COMPLETE.json"
+STAGING = "_saving"
+DELETING = "_deleting"
+_NAME = re.compile(r"checkpoint-(\d+)")
+_CHECKED_SIZES = (".distcp", ".metadata", ".safetensors", ".pt", ".pth", ".bin")
+"""Files that nobody edits by hand: their sizes must be those recorded. Of others (JSON, text) only presence counts."""
+
+VISIBLE_SECONDS = 20.0
+
+
+def staging_dir(run_dir: str) -> str:
+    """Where checkpoints of ``run_dir`` are written before they are renamed."""
+    return os.path.join(run_dir, STAGING)
+
+
+def open_staging(run_dir: str, name: str) -> None:
+    """Remove what earlier runs left and make ``_saving/<name>`` anew; one rank does it.
+
+    A checkpoint that was moved aside for its replacement and never replaced (killed between two renames) goes back first.
+    """
+    restore_moved_aside(run_dir)
+    shutil.rmtree(staging_dir(run_dir), ignore_errors=True)
+    shutil.rmtree(os.path.join(run_dir, DELETING), ignore_errors=True)
+    os.makedirs(os.path.join(staging_dir(run_dir), name))
+
+
+def wait_visible(path: str) -> None:
+    """Wait until this rank sees a folder that another one made.
+
+    Raises:
+        ValueError: it does not appear: the ranks do not share a file system.
+    """
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while not os.path.isdir(path):
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"output_dir: {path} was made by rank 0 and is not visible here. Checkpoints are written by all ranks: put "
+                "output_dir on a file system that all of them share."
+            )
+        time.sleep(0.05)
+
+
+def list_files(directory: str) -> dict[str, int]:
+    """Sizes in bytes of all files under a directory by relative path, the marker left out."""
+    sizes: dict[str, int] = {}
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            path = os.path.join(folder, name)
+            sizes[os.path.relpath(path, directory)] = os.path.getsize(path)
+    sizes.pop(COMPLETE, None)
+    return dict(sorted(sizes.items()))
+
+
+def commit(run_dir: str, name: str, facts: dict[str, Any]) -> str:
+    """Mark ``_saving/<name>`` complete and rename it to ``<run_dir>/<name>``; one rank does it, after all have written.
+
+    A checkpoint of that name is moved into staging first and removed after, so at no moment are both lost.
+    """
+    staged, final = os.path.join(staging_dir(run_dir), name), os.path.join(run_dir, name)
+    _sync_tree(staged)
+    write_json(os.path.join(staged, COMPLETE), {**facts, "files": list_files(staged)})
+    aside = os.path.join(staging_dir(run_dir), f"replaced-{name}")
+    if os.path.isdir(final):
+        os.rename(final, aside)
+    os.rename(staged, final)
+    _sync_directory(run_dir)
+    shutil.rmtree(staging_dir(run_dir), ignore_errors=True)
+    return final
+
+
+def restore_moved_aside(run_dir: str) -> list[str]:
+    """Undo a replacement that was killed between its two renames; names put back."""
+    restored = []
+    staging = staging_dir(run_dir)
+    for entry in os.listdir(staging) if os.path.isdir(staging) else ():
+        name = entry.removeprefix("replaced-")
+        if name != entry and not os.path.exists(os.path.join(run_dir, name)):
+            os.rename(os.path.join(staging, entry), os.path.join(run_dir, name))
+            restored.append(name)
+    return restored
+
+
+def write_json(path: str, content: Any) -> None:
+    """Write JSON and force it to disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, sort_keys=True)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: str) -> Any:
+    """Read JSON.
+
+    Raises:
+        ValueError: missing, or not JSON; names the file.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing: copy the whole checkpoint.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): copy the file again.") from error
+
+
+def _sync_tree(directory: str) -> None:
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            _sync_file(os.path.join(folder, name))
+        _sync_directory(folder)
+
+
+def _sync_file(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_directory(path: str) -> None:
+    _sync_file(path)  # on POSIX a directory's entries are made durable the same way
+
+
+def is_finished(directory: str) -> bool:
+    """Whether a checkpoint carries its marker."""
+    return os.path.isfile(os.path.join(directory, COMPLETE))
+
+
+def verify(directory: str) -> dict[str, Any]:
+    """Check a checkpoint against its marker; returns the marker's facts.
+
+    Raises:
+        ValueError: no such directory, no marker, a file missing or of another size; names the file.
+    """
+    if not os.path.isdir(directory):
+        raise ValueError(f"resume_from_checkpoint: {directory} is not a directory. Give a checkpoint-N directory.")
+    if not is_finished(directory):
+        raise ValueError(
+            f"resume_from_checkpoint: {directory} has no {COMPLETE}: it was not finished, or not written by hf_fsdpturbo. "
+            "Choose another checkpoint; weights of other origin are given as the model's path."
+        )
+    facts = read_json(os.path.join(directory, COMPLETE))
+    for name, size in facts["files"].items():
+        path = os.path.join(directory, name)
+        if not os.path.isfile(path):
+            raise ValueError(f"{path} is missing from the checkpoint. Copy the whole checkpoint, or choose another.")
+        found = os.path.getsize(path)
+        if found != size and name.endswith(_CHECKED_SIZES):
+            raise ValueError(
+                f"{path} has {found} bytes where {size} were written: it is truncated or replaced. Copy it again, or choose "
+                "another checkpoint."
+            )
+    return facts
+
+
+def checkpoints(run_dir: str) -> list[tuple[int, str]]:
+    """(step, path) of every directory named ``checkpoint-N``, finished or not, oldest first."""
+    names = os.listdir(run_dir) if os.path.isdir(run_dir) else []
+    found = [(int(match[1]), os.path.join(run_dir, match[0])) for name in names if (match := _NAME.fullmatch(name))]
+    return sorted(entry for entry in found if os.path.isdir(entry[1]))
+
+
+def last_checkpoint(run_dir: str) -> tuple[str | None, list[str]]:
+    """Newest finished checkpoint (or None), and what was skipped on the way and left unfinished, in words."""
+    notes = []
+    staging = staging_dir(run_dir)
+    for entry in sorted(os.listdir(staging)) if os.path.isdir(staging) else ():
+        notes.append(f"{os.path.join(staging, entry)} was never finished and is ignored")
+    for _, path in reversed(checkpoints(run_dir)):
+        if is_finished(path):
+            return path, notes
+        notes.append(f"{path} has no {COMPLETE} (unfinished, or not written by hf_fsdpturbo) and is skipped")
+    return None, notes
+
+
+def remove(path: str) -> None:
+    """Remove a checkpoint so that no half of it is ever taken for a whole: it is renamed first."""
+    trash = os.path.join(os.path.dirname(path), DELETING)
+    os.makedirs(trash, exist_ok=True)
+    target = os.path.join(trash, f"{os.path.basename(path)}-{time.monotonic_ns()}")
+    os.rename(path, target)
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def rotate(run_dir: str, limit: int | None, best: str | None) -> None:
+    """Remove the oldest finished checkpoints beyond ``limit``, by step; the newest and the best stay. Unfinished ones do not count."""
+    if limit is None or limit <= 0:
+        return
+    finished = [path for _, path in checkpoints(run_dir) if is_finished(path)]
+    keep = {os.path.abspath(path) for path in (*finished[-1:], *([best] if best else ()))}
+    excess = len(finished) - max(limit, len(keep & {os.path.abspath(path) for path in finished}))
+    for path in finished:
+        if excess > 0 and os.path.abspath(path) not in keep:
+            remove(path)
+            excess -= 1

@@ -1,0 +1,264 @@
+"""Hub export without gathering: every rank writes the tensors it owns, under the names the checkpoint came with.
+
+At most a chunk of one tensor (:data:`CHUNK_BYTES`), or the sources of one conversion, is in memory beside the model. A
+tensor is written by exactly one rank, a file too, so nothing but plain writes is asked of the file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from hf_fsdpturbo.checkpoint.agreement import FAILURES, agree, rank, together, world_size
+from hf_fsdpturbo.checkpoint.boxes import RankTensors
+from hf_fsdpturbo.checkpoint.commit import wait_visible
+from hf_fsdpturbo.checkpoint.hub_plan import File, Job, Output, assign_writers, lay_out, make_jobs
+from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec
+
+CHUNK_BYTES = 64 * 2**20
+STAGING = "_saving-model"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class TensorSource(Protocol):
+    """Where an export reads from: ranks (:class:`RankTensors`) or a DCP checkpoint on disk."""
+
+    tensors: dict[str, Tensor]
+
+    def rows(self, name: str, start: int, stop: int, writer: int) -> Tensor | None:
+        """Rows ``[start, stop)`` on the CPU of ``writer``."""
+        ...
+
+    def owner_of_rows(self, name: str, start: int, stop: int) -> list[int]:
+        """Ranks that hold all of them."""
+        ...
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Drop unsharded parameters that an evaluation left behind: after this, parameters are shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What ``save_pretrained`` would save, by name in the model: tied copies and keys the model leaves out are dropped."""
+    reshard(model)
+    tensors: dict[str, Tensor] = get_model_state_dict(model)
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied = {
+        copy
+        for copy, original in (getattr(model, "all_tied_weights_keys", None) or {}).items()
+        if copy in parameters and original in tensors and parameters[copy] is parameters.get(original)
+    }
+    return {name: tensor for name, tensor in tensors.items() if name not in ignored | tied}
+
+
+def expert_modules(model: PreTrainedModel) -> list[str]:
+    """Names of the experts modules; none for a dense model or a family without a spec."""
+    try:
+        return list(FSDPTurboEPModelSpec.get(model).find_experts(model))
+    except ValueError:
+        return []
+
+
+def export_model(model: PreTrainedModel, directory: str, max_file_bytes: int) -> list[str]:
+    """Write the weights of a (sharded or whole) model as safetensors files with an index; collective.
+
+    Args:
+        directory: exists on every rank; weight files already there are replaced.
+        max_file_bytes: size at which a new file is begun. A model no larger than that is one ``model.safetensors``.
+
+    Returns:
+        Names of the files.
+
+    Raises:
+        CheckpointError: on every rank, if a rank could not write.
+    """
+    return export_tensors(model, RankTensors(saved_tensors(model)), directory, max_file_bytes)
+
+
+def export_tensors(model: PreTrainedModel, source: TensorSource, directory: str, max_file_bytes: int) -> list[str]:
+    """:func:`export_model` from any source; ``model`` gives names only and may be on meta."""
+    with together("planning the export"):
+        jobs = make_jobs(model, source.tensors, expert_modules(model))
+        total = sum(output.nbytes for job in jobs for output in job.outputs)
+        if world_size() > 1 and total > max_file_bytes:
+            assign_writers(jobs, _owners(jobs, source), world_size())
+        files = lay_out(jobs, max_file_bytes)
+    staging = os.path.join(directory, STAGING)
+    with together(f"making {staging}"):
+        if rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+            os.makedirs(staging)
+    with together(f"finding {staging}"):
+        wait_visible(staging)
+    names = _file_names(len(files))
+    error = _Writer(model, source, files, [os.path.join(staging, name) for name in names]).run(jobs)
+    agree(error, f"writing the weights to {directory}")
+    with together(f"publishing the weights in {directory}"):
+        if rank() == 0:
+            publish(staging, directory, names, files)
+    return names
+
+
+def _owners(jobs: list[Job], source: TensorSource) -> dict[int, list[int]]:
+    owners: dict[int, list[int]] = {}
+    for index, job in enumerate(jobs):
+        if job.row is not None:
+            held = [set(source.owner_of_rows(name, job.row, job.row + 1)) for name in job.sources]
+            owners[index] = sorted(set.intersection(*held))
+    return owners
+
+
+def _file_names(count: int) -> list[str]:
+    return [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+
+
+def publish(staging: str, directory: str, names: list[str], files: list[File]) -> None:
+    """Move finished files into place, the index last: a directory without index (or whole single file) is no checkpoint."""
+    for old in os.listdir(directory):
+        if old == INDEX or (_WEIGHT_FILE.fullmatch(old) and old not in names):
+            os.remove(os.path.join(directory, old))
+    for name in names:
+        os.replace(os.path.join(staging, name), os.path.join(directory, name))
+    if len(names) > 1:
+        outputs = [output for file in files for output in file.outputs]
+        index = {
+            "metadata": {
+                "total_parameters": sum(output.nbytes // output.dtype.itemsize for output in outputs),
+                "total_size": sum(output.nbytes for output in outputs),
+            },
+            "weight_map": {o.name: name for name, file in zip(names, files, strict=True) for o in file.outputs},
+        }
+        path = os.path.join(staging, INDEX)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path, os.path.join(directory, INDEX))
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def header_bytes(outputs: list[Output]) -> bytes:
+    """Header of a safetensors file whose tensors lie in the order of ``outputs``: 8 bytes of length, then padded JSON."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for output in outputs:
+        offsets = [start, start + output.nbytes]
+        entries[output.name] = {"dtype": _DTYPES[output.dtype], "shape": list(output.shape), "data_offsets": offsets}
+        start += output.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class _Writer:
+    """This rank's part of one export. A rank that cannot write keeps serving the others and reports at the end."""
+
+    def __init__(self, model: PreTrainedModel, source: TensorSource, files: list[File], paths: list[str]) -> None:
+        self.model, self.source = model, source
+        self.error: BaseException | None = None
+        self.place: dict[str, tuple[int, int]] = {}  # output name -> (file descriptor, byte offset)
+        self.descriptors: list[int] = []
+        for file, path in zip(files, paths, strict=True):
+            if file.writer == rank():
+                try:
+                    self._open(file, path)
+                except OSError as error:
+                    self.error = error
+
+    def _open(self, file: File, path: str) -> None:
+        header = header_bytes(file.outputs)
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+        self.descriptors.append(descriptor)
+        os.ftruncate(descriptor, len(header) + file.nbytes)
+        _write_all(descriptor, memoryview(header), 0)
+        offset = len(header)
+        for output in file.outputs:
+            self.place[output.name] = (descriptor, offset)
+            offset += output.nbytes
+
+    def run(self, jobs: list[Job]) -> BaseException | None:
+        """All jobs in order, the same on every rank; returns what went wrong here."""
+        try:
+            for job in jobs:
+                self._run_job(job)
+            if self.error is None:
+                for descriptor in self.descriptors:
+                    os.fsync(descriptor)
+        except OSError as error:
+            self.error = error
+        finally:
+            for descriptor in self.descriptors:
+                os.close(descriptor)
+        return self.error
+
+    def _run_job(self, job: Job) -> None:
+        if job.verbatim:
+            for start, stop in _chunks(self.source.tensors[job.sources[0]]):
+                rows = self.source.rows(job.sources[0], start, stop, job.writer)
+                if rows is not None:
+                    row_bytes = job.outputs[0].nbytes // max(self.source.tensors[job.sources[0]].shape[0], 1) if rows.ndim else 0
+                    self._write(job.outputs[0], rows, start * row_bytes)
+            return
+        parts: dict[str, Tensor] = {}
+        for name in job.sources:
+            tensor = self.source.tensors[name]
+            span = (0, tensor.shape[0] if tensor.ndim else 1) if job.row is None else (job.row, job.row + 1)
+            part = self.source.rows(name, *span, job.writer)
+            if part is not None:
+                parts[name] = part
+        if job.writer == rank() and self.error is None:
+            try:
+                converted = revert_weight_conversion(self.model, parts)
+            except FAILURES as error:
+                self.error = error
+                return
+            by_order = list(converted.values()) if job.row is not None else [converted[o.name] for o in job.outputs]
+            for output, tensor in zip(job.outputs, by_order, strict=True):
+                self._write(output, tensor, 0)
+
+    def _write(self, output: Output, tensor: Tensor, offset: int) -> None:
+        if self.error is not None:
+            return
+        descriptor, start = self.place[output.name]
+        try:
+            flat = tensor.detach().contiguous().reshape(-1)
+            if flat.numel():
+                _write_all(descriptor, memoryview(flat.view(torch.uint8).numpy()), start + offset)
+        except OSError as error:
+            self.error = error
+
+
+def _chunks(tensor: Tensor) -> list[tuple[int, int]]:
+    """Row ranges of at most :data:`CHUNK_BYTES` (at least one row)."""
+    if tensor.ndim == 0 or tensor.numel() == 0:
+        return [(0, 1)] if tensor.ndim == 0 else []
+    row_bytes = tensor.numel() // tensor.shape[0] * tensor.element_size()
+    step = max(CHUNK_BYTES // max(row_bytes, 1), 1)
+    return [(start, min(start + step, tensor.shape[0])) for start in range(0, tensor.shape[0], step)]
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data[: 2**30], offset)
+        data, offset = data[written:], offset + written
