@@ -22,12 +22,13 @@ from transformers.trainer_utils import enable_full_determinism
 from hf_fsdpturbo import compat, grad_norm
 from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, sizes_for_world
 from hf_fsdpturbo.checkpoint.hooks import CheckpointHooks
+from hf_fsdpturbo.context_parallel.hooks import ContextParallelHooks
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize import ShardingReport
 from hf_fsdpturbo.parallelize.build import build_model, refuse_model, shard_given_model
 
 
-class FSDPTurboTrainerMixin(CheckpointHooks):
+class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
     """Expert parallelism for any Transformers trainer; put it before the trainer in the bases.
 
     ``model`` may be a path or a model object; ``args`` must extend ``FSDPTurboArguments``.

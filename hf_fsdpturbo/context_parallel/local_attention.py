@@ -167,7 +167,7 @@ def _block_mask(plan: SequencePlan, window: int | None) -> Any:
         if ids is not None:
             keep = keep & (ids[b, q] == ids[b, k])
         if valid is not None:
-            keep = (keep & valid[b, k]) | (q == k)
+            keep = keep & valid[b, k]
         return keep
 
     batch = None if ids is None and valid is None else plan.batch

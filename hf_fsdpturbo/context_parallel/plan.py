@@ -86,10 +86,9 @@ class SequencePlan:
             ids = self.documents.ids
             allowed = allowed & (ids[:, None, :, None] == ids[:, None, None, :])
         if self.valid is not None:
-            # A padding query may read nothing; let it read itself, so that no row of the softmax is empty.
-            allowed = (allowed & self.valid[:, None, None, :]) | torch.eye(
-                self.length, dtype=torch.bool, device=self.device
-            )
+            # Queries at padding may be left with nothing to read. As Transformers does, they stay so: SDPA and flex
+            # give zeros there (torch >= 2.5), eager a mean; what they return reaches no real token.
+            allowed = allowed & self.valid[:, None, None, :]
         return allowed
 
 

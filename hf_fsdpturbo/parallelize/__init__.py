@@ -1,6 +1,8 @@
 """The one place that knows the order: kernels, context parallel, experts (EP), EFSDP, outer FSDP2.
 
     whole model (usually on meta)
+      -> apply_kernels          functions and forwards that compute the same, faster
+      -> context_parallel       sequence cut at the base model's entry, gathered at its exit
       -> shard_experts           experts Shard(0) on ep, forward goes through the dispatcher
       -> fully_shard_experts     their parameters over (efsdp, expert_cp), replicated over edp
       -> outer_fully_shard       every decoder layer and the root over all ranks, the experts left out
@@ -16,6 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from hf_fsdpturbo import context_parallel
+from hf_fsdpturbo.kernels import apply_kernels
 from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec, name_matches
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.routed_experts import expert_options, route_experts
@@ -90,6 +94,8 @@ def check_model(model: PreTrainedModel, args: FSDPTurboArguments, state: FSDPTur
     """
     sizes = state.topology
     counts: dict[str, int] = {}
+    if sizes.cp_size > 1:
+        context_parallel.check_model(model, sizes.cp_size)
     for name, module in find_experts(model, sizes.ep_size).items():
         counts[name] = check_experts(module, name, sizes.ep_size)
         check_expert_shards(module, name, counts[name] // sizes.ep_size, sizes.expert_shard_size)
@@ -114,6 +120,9 @@ def parallelize_model(
     params = args.fsdpturbo_params
     report = ShardingReport(state.topology.to_dict(), params.ep_dispatcher)
     counts = check_model(model, args, state)
+    report.notes += apply_kernels(model, args.kernel_params, state.device_type).lines
+    if state.topology.cp_size > 1:
+        context_parallel.install(model, state.cp_mesh)
     options = fsdp_options(args)
     ignored: set[nn.Parameter] = set()
     for name, num_experts in counts.items():

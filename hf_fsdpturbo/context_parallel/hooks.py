@@ -1,0 +1,85 @@
+"""What a trainer must do differently when cp ranks share a batch: count every token and every sample once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+
+
+class GatherOnce:
+    """``accelerator.gather_for_metrics`` that returns the rows of each data rank once: cp ranks hold the same ones.
+
+    It stands in for the method on the accelerator itself, so that every caller (evaluation, prediction, TRL's metrics)
+    gets it. Copies are dropped before accelerate cuts the repeats of an uneven last batch, which it finds at the end.
+
+    Args:
+        accelerator: whose method it replaces.
+        cp_size: ranks that share a batch, innermost.
+    """
+
+    def __init__(self, accelerator: Accelerator, cp_size: int) -> None:
+        self.accelerator = accelerator
+        self.cp_size = cp_size
+        self.gather_for_metrics = accelerator.gather_for_metrics
+        self.gather = accelerator.gather
+
+    def __call__(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As accelerate's: tensors of one shape on all ranks, nested or not, or any objects."""
+        if use_gather_object or not _only_tensors(input_data):
+            mine = self.accelerator.process_index % self.cp_size == 0
+            return self.gather_for_metrics(input_data if mine else [], use_gather_object=True)
+        self.accelerator.gather = self._gather  # type: ignore[method-assign]
+        try:
+            return self.gather_for_metrics(input_data)
+        finally:
+            self.accelerator.gather = self.gather  # type: ignore[method-assign]
+
+    def _gather(self, data: Any) -> Any:
+        from accelerate.utils import recursively_apply
+
+        return recursively_apply(self._drop_copies, self.gather(data))
+
+    def _drop_copies(self, rows: Tensor) -> Tensor:
+        """``[world * n, ...]`` -> ``[dp * n, ...]``: of every cp_size blocks the first."""
+        blocks = rows.unflatten(0, (self.accelerator.num_processes, -1))
+        return blocks[:: self.cp_size].flatten(0, 1)
+
+
+def _only_tensors(data: Any) -> bool:
+    if isinstance(data, dict):
+        return all(_only_tensors(x) for x in data.values())
+    if isinstance(data, (list, tuple)):
+        return all(_only_tensors(x) for x in data)
+    return isinstance(data, Tensor)
+
+
+class ContextParallelHooks:
+    """Overrides of ``transformers.Trainer``, for any trainer on top of it; they change nothing at ``cp_size`` 1.
+
+    Expects ``self.parallel_state`` (None in a run of one process) before the trainer's ``__init__``.
+    """
+
+    parallel_state: Any
+    accelerator: Any
+    state: Any
+
+    @property
+    def _cp_size(self) -> int:
+        return 1 if self.parallel_state is None else self.parallel_state.topology.cp_size
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if self._cp_size > 1:
+            self.accelerator.gather_for_metrics = GatherOnce(self.accelerator, self._cp_size)
+
+    def get_tp_size(self) -> int:
+        """Ranks that hold the same batch and the same loss: divides token counts, loss scale, total batch size."""
+        return self._cp_size if self._cp_size > 1 else super().get_tp_size()  # type: ignore[misc]
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        counted = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + counted // self._cp_size

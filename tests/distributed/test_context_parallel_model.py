@@ -1,0 +1,164 @@
+"""Context parallelism of bare models: loss, logits and every gradient against one process, padded, packed and both.
+
+A packed batch is compared with its documents run one by one: a plain process is no reference there (linear attention and
+gpt_oss leak between documents packed by position_ids).
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.support.compare import TOLERANCE, distance
+from tests.support.spawn import init_gloo, run_ranks
+from tests.support.tiny_models import VOCAB_SIZE, tiny_model
+
+FAMILIES = {
+    "qwen3_moe": {},
+    "qwen3_moe window": {"sliding_window": 6, "use_sliding_window": True},
+    "qwen3_moe one kv head": {"num_key_value_heads": 1},
+    "qwen3_5_moe": {"layers": 4},
+    "gpt_oss": {"sliding_window": 6, "attn_implementation": "eager"},
+}
+DOCUMENTS = {"packed": [[7, 1, 12, 9]], "packed by lengths": [[3, 5, 17, 2]], "packed and padded": [[9, 8], [4, 1, 6]]}
+
+
+def ids(rows, length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (rows, length), generator=generator)
+
+
+def padded_batches():
+    """name -> batch whose reference is one plain process on the same batch."""
+    plain = ids(2, 24)
+    odd, right = ids(3, 23, 1), torch.ones(3, 23, dtype=torch.long)
+    right[0, 15:], right[2, 4:] = 0, 0
+    left = right.flip(1)
+    return {
+        "whole rows": {"input_ids": plain},
+        "padded right": {"input_ids": odd, "attention_mask": right},
+        "padded left": {"input_ids": odd, "attention_mask": left},
+        "shorter than cp": {"input_ids": ids(2, 3, 2)},
+    }
+
+
+def packed_batches():
+    """name -> (batch, documents [L] each)."""
+    result = {}
+    for number, (name, rows) in enumerate(DOCUMENTS.items()):
+        length = max(sum(row) for row in rows)
+        tokens = ids(len(rows), length, 10 + number)
+        positions = torch.zeros(len(rows), length, dtype=torch.long)
+        documents = []
+        for row, lengths in enumerate(rows):
+            start = 0
+            for size in lengths:
+                positions[row, start : start + size] = torch.arange(size)
+                documents.append(tokens[row, start : start + size])
+                start += size
+        batch = {"input_ids": tokens, "position_ids": positions}
+        if name == "packed by lengths":  # what TRL's collator adds
+            bounds = torch.tensor([0, *torch.tensor(rows[0]).cumsum(0).tolist()], dtype=torch.int32)
+            batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 17, "max_length_k": 17}
+            batch["seq_idx"] = torch.repeat_interleave(torch.arange(4, dtype=torch.int32), bounds.diff())[None]
+        result[name] = batch, documents
+    return result
+
+
+def token_loss(logits, tokens, weight):
+    """Sum over predicted tokens; ``weight`` is 0 where the next token is another document's or padding."""
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+    return (losses * weight[:, 1:].flatten()).sum()
+
+
+def weights_of(batch):
+    if "position_ids" in batch:
+        return (batch["position_ids"] > 0).float()
+    return batch.get("attention_mask", torch.ones_like(batch["input_ids"])).float()
+
+
+def step(model, batch, aux):
+    """(loss, logits, gradients) of one batch."""
+    model.zero_grad()
+    out = model(**batch, output_router_logits=aux, use_cache=False)
+    loss = token_loss(out.logits, batch["input_ids"], weights_of(batch))
+    if aux:
+        loss = loss + 10 * out.aux_loss
+    loss.backward()
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    return loss.item(), out.logits.detach(), gradients
+
+
+def use_kernels(model):
+    """Our linear attention, as the pipeline binds it before context parallelism."""
+    from hf_fsdpturbo.kernels.linear_attention import Choice, apply_linear_attention
+    from hf_fsdpturbo.kernels.rebinding import linear_attention_layers
+
+    if any(True for _ in linear_attention_layers(model)):
+        apply_linear_attention(model, Choice(frozenset(), frozenset(), 16))
+
+
+def run_cut(kind, config, cp_size, fault=None):
+    """Rank function: every batch through the cut model; gradients as FSDP leaves them (mean over all ranks)."""
+    from hf_fsdpturbo.context_parallel import install
+
+    init_gloo()
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // cp_size, cp_size), mesh_dim_names=("dp_shard", "cp"))
+    model = tiny_model(kind, **config)
+    use_kernels(model)
+    install(model, mesh["cp"])
+    if fault is not None:
+        fault()
+    results = {}
+    for name, batch in {**padded_batches(), **{n: b for n, (b, _) in packed_batches().items()}}.items():
+        loss, logits, gradients = step(model, batch, aux="position_ids" not in batch)
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        results[name] = loss, logits, gradients
+    return results if dist.get_rank() == 0 else None
+
+
+def references(kind, config):
+    """The same in one process: padded batches as they are, packed ones document by document."""
+    results = {}
+    for name, batch in padded_batches().items():
+        results[name] = step(tiny_model(kind, **config), batch, aux=True)
+    for name, (_, documents) in packed_batches().items():
+        model = tiny_model(kind, **config)
+        total, sums = 0.0, {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+        for document in documents:
+            loss, _, gradients = step(model, {"input_ids": document[None]}, aux=False)
+            total += loss
+            sums = {n: sums[n] + gradients[n] for n in sums}
+        results[name] = total, None, sums
+    return results
+
+
+def worst(found, expected):
+    """name of batch -> (loss distance, worst gradient distance, its name)."""
+    report = {}
+    for name, (loss, _, gradients) in expected.items():
+        own_loss, _, own = found[name]
+        distances = {n: distance(own[n], g) for n, g in gradients.items()}
+        tensor = max(distances, key=lambda n: distances[n])
+        report[name] = (abs(own_loss - loss) / abs(loss), distances[tensor], tensor)
+    return report
+
+
+def model_kind(family):
+    return family.split()[0]
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cut_model_equals_one_process(family, cp_size):
+    kind, config = model_kind(family), FAMILIES[family]
+    found = run_ranks(run_cut, cp_size, kind, config, cp_size)[0]
+    report = worst(found, references(kind, config))
+    for name, (loss, gradient, tensor) in report.items():
+        print(f"{family} cp{cp_size} {name}: loss {loss:.1e}, worst gradient {gradient:.1e} ({tensor})")
+    for name, (loss, gradient, tensor) in report.items():
+        assert loss < TOLERANCE, (name, loss)
+        assert gradient < 2 * TOLERANCE, (name, tensor, gradient)
