@@ -46,10 +46,12 @@ test: lint
 
 # Everything the demo needs is made on the spot, so nothing may ask the Hub.
 demo: export HF_HUB_OFFLINE = 1
+demo: export HF_DATASETS_DISABLE_PROGRESS_BARS = 1
 demo: $(STAMP)
 	rm -rf $(OUT)
 	$(BIN)/python demo/make_inputs.py $(OUT)
 	$(LAUNCH) recipes/sft.py --config recipes/demo_sft.yaml
+	@echo "Comparing the saved model with the trainer ..."
 	$(LAUNCH) demo/trainer_logits.py $(OUT)
 	$(BIN)/python demo/report.py $(OUT)
 
