@@ -102,7 +102,8 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         need_rows, need_routing, *need_weights = ctx.needs_input_grad[:4]
-        rows_RD = ctx.saved_tensors[0]
+        saved = ctx.saved_tensors  # read once: checkpointing allows no second look
+        rows_RD = saved[0]
         rows_gradient, routing_gradient = None, None
         if need_rows or need_routing:
             rows_gradient = torch.empty(rows_RD.shape, dtype=rows_RD.dtype, device=rows_RD.device)
@@ -110,7 +111,7 @@ class _ExpertMLP(torch.autograd.Function):
         weights = mlp_backward(
             ctx.ops,
             gradients[0],
-            ctx.saved_tensors,
+            saved,
             ctx.slot_map,
             tuple(need_weights),
             rows_gradient,
