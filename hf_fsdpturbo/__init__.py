@@ -24,12 +24,17 @@ _PUBLIC: dict[str, str] = {
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
-    from hf_fsdpturbo.arguments import FSDPTurboArguments, FSDPTurboParams, FSDPTurboTrainingArguments
-    from hf_fsdpturbo.grad_norm import clip_grad_norm_
-    from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec
-    from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, get_fsdpturbo_parallel_state
-    from hf_fsdpturbo.trainer import FSDPTurboTrainer, FSDPTurboTrainerMixin
-    from hf_fsdpturbo.trl import FSDPTurboSFTConfig, FSDPTurboSFTTrainer
+    from hf_fsdpturbo.arguments import FSDPTurboArguments as FSDPTurboArguments
+    from hf_fsdpturbo.arguments import FSDPTurboParams as FSDPTurboParams
+    from hf_fsdpturbo.arguments import FSDPTurboTrainingArguments as FSDPTurboTrainingArguments
+    from hf_fsdpturbo.grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec as FSDPTurboEPModelSpec
+    from hf_fsdpturbo.parallel_state import FSDPTurboParallelState as FSDPTurboParallelState
+    from hf_fsdpturbo.parallel_state import get_fsdpturbo_parallel_state as get_fsdpturbo_parallel_state
+    from hf_fsdpturbo.trainer import FSDPTurboTrainer as FSDPTurboTrainer
+    from hf_fsdpturbo.trainer import FSDPTurboTrainerMixin as FSDPTurboTrainerMixin
+    from hf_fsdpturbo.trl import FSDPTurboSFTConfig as FSDPTurboSFTConfig
+    from hf_fsdpturbo.trl import FSDPTurboSFTTrainer as FSDPTurboSFTTrainer
 
 
 def __getattr__(name: str) -> Any:

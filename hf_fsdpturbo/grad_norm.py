@@ -33,7 +33,7 @@ class ParameterGroup:
 
 
 def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
-    """Group trainable parameters by mesh and sharded axes, in model order: alike on every rank, whatever gradients exist.
+    """Group trainable parameters by mesh and sharded axes, in model order: the same groups on every rank.
 
     Raises:
         RuntimeError: a parameter is a pending partial sum, which has no norm.

@@ -1,4 +1,4 @@
-"""Where a model keeps its experts: name patterns as data, for built-in families and for Transformers' own expert plans."""
+"""Where a model keeps its experts: name patterns as data, built in or read from Transformers' own expert plans."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def name_matches(pattern: str, name: str) -> bool:
-    """Whether the whole dotted module name fits: ``{*}`` one run of digits, ``{a-b}`` a number from a to b, ``*`` any characters, ``?`` one.
+    """Whether the whole dotted module name fits a pattern.
+
+    ``{*}`` is one run of digits, ``{a-b}`` a number from a to b, ``*`` any characters, ``?`` one character.
 
     Raises:
         ValueError: braces that hold anything else.
@@ -98,8 +100,8 @@ class FSDPTurboEPModelSpec:
         spec = spec or _from_transformers_plan(model)
         if spec is None:
             raise ValueError(
-                f"No FSDPTurbo EP spec is registered for model_type={model_type!r}, and its Transformers config has no "
-                "expert-parallel plan. Train it with ep_size=1, or register it: "
+                f"No FSDPTurbo EP spec is registered for model_type={model_type!r}, and its Transformers config has "
+                "no expert-parallel plan. Train it with ep_size=1, or register it: "
                 f"FSDPTurboEPModelSpec.register({model_type!r}, ep_modules=['model.layers.{{*}}.mlp.experts'])."
             )
         return spec
@@ -129,7 +131,7 @@ class FSDPTurboEPModelSpec:
 
 
 def _alias_hidden_size(model: nn.Module) -> None:
-    """FSDPTurbo's dispatchers read ``hidden_size`` where Transformers says ``hidden_dim``; needed while upstream does."""
+    """fsdp_turbo's dispatchers read ``hidden_size`` where Transformers says ``hidden_dim``; needed while they do."""
     for module in model.modules():
         if hasattr(module, "num_experts") and hasattr(module, "hidden_dim") and hasattr(module, "gate_up_proj"):
             module.hidden_size = module.hidden_dim
@@ -150,7 +152,7 @@ _REGISTRY: dict[str, FSDPTurboEPModelSpec] = {
 
 
 def _from_transformers_plan(model: PreTrainedModel) -> FSDPTurboEPModelSpec | None:
-    """Patterns from every sub-model's ``base_model_ep_plan`` entry ``ep_dispatch_experts`` (``*`` there is one name part)."""
+    """Patterns of ``ep_dispatch_experts`` in every sub-model's ``base_model_ep_plan`` (``*``: one part)."""
     from transformers import PreTrainedModel
 
     patterns: list[str] = []

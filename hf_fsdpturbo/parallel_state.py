@@ -29,13 +29,15 @@ def _positive(field: str, value: Any) -> int:
 
 def _divides(field: str, value: int, of: str, total: int, fix: str) -> int:
     if total % value:
-        raise ValueError(f"{field} ({value}) must divide {of} ({total}), but {total} % {value} = {total % value}. {fix}")
+        raise ValueError(
+            f"{field} ({value}) must divide {of} ({total}), but {total} % {value} = {total % value}. {fix}"
+        )
     return total // value
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The sizes of one run. ``dp_size * cp_size == world_size``, ``edp * efsdp * ep == dp``, ``replicate * shard == world``."""
+    """Sizes of one run: ``dp * cp == world``, ``edp * efsdp * ep == dp``, ``mp_replicate * mp_shard == world``."""
 
     world_size: int
     dp_size: int
@@ -112,7 +114,8 @@ class FSDPTurboParallelState:
             ``edp`` before it when ``edp_size > 1``.
         dense_mesh: mesh of the outer ``fully_shard``: one axis named ``fsdp`` (the only name under which PEFT takes
             global shapes), an axis ``replicate`` before it when ``mp_replicate_size > 1``.
-        loader_mesh: axes ``(dp_shard, cp)``, the only names from which accelerate's data loader learns who shares a batch.
+        loader_mesh: axes ``(dp_shard, cp)``, the only names from which accelerate's data loader learns who shares a
+            batch.
         cp_mesh: the ``cp`` axis of ``loader_mesh``.
     """
 
@@ -153,7 +156,7 @@ class FSDPTurboParallelState:
         )
 
     def _set_timeouts(self, timeout: timedelta) -> None:
-        """Give every mesh group the run's timeout; a group made by a mesh otherwise takes the backend's 10 or 30 minutes."""
+        """Give every mesh group the run's timeout; otherwise it takes the backend's 10 or 30 minutes."""
         from torch.distributed.distributed_c10d import _set_pg_timeout
 
         meshes = (self.expert_mesh, self.expert_fsdp_mesh, self.dense_mesh, self.loader_mesh)
@@ -193,5 +196,5 @@ def get_fsdpturbo_parallel_state() -> FSDPTurboParallelState:
         RuntimeError: no trainer has built it yet, or the run has one process and needs none.
     """
     if _STATE is None:
-        raise RuntimeError("No FSDPTurbo parallel state yet: it is built by the trainer, in runs of two processes or more.")
+        raise RuntimeError("No FSDPTurbo parallel state yet: the trainer builds it, in runs of two processes or more.")
     return _STATE

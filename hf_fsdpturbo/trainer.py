@@ -1,16 +1,16 @@
-"""The trainer mixin: thin hooks that hand the model to the expert-mesh pipeline and leave the loop to Transformers and TRL.
+"""The trainer mixin: thin hooks that hand the model to the expert-mesh pipeline and leave the loop as it is.
 
     class MyTrainer(FSDPTurboTrainerMixin, transformers.Trainer): ...
 
-The mixin stands first in the bases. It shards the model before the parent's ``__init__`` sees it; the parent then finds
-a model that accelerate takes for prepared, and runs unchanged.
+The mixin stands first in the bases. It shards the model before the parent's ``__init__`` sees it; the parent then
+finds a model that accelerate takes for prepared, and runs unchanged.
 """
 
 from __future__ import annotations
 
 import inspect
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,9 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
 
     Attributes:
         parallel_state: the meshes, None in a run of one process.
-        sharding_report: what was sharded, None in a run of one process.
-        last_group_norms: gradient norm of each kind of parameter (``dense``, ``expert``) at the last step; float32 scalars.
+        sharding_report: what was sharded, and by which kernels it runs.
+        last_group_norms: gradient norm of each kind of parameter (``dense``, ``expert``) and in ``total`` at the last
+            step; float32 scalars.
     """
 
     parallel_state: FSDPTurboParallelState | None = None
@@ -49,11 +50,12 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         config = given.get("args")
         if not isinstance(config, FSDPTurboArguments):
             raise ValueError(
-                f"args must extend FSDPTurboArguments, but it is {type(config).__name__}. Use FSDPTurboTrainingArguments, "
-                "FSDPTurboSFTConfig, FSDPTurboDPOConfig or FSDPTurboRewardConfig."
+                f"args must extend FSDPTurboArguments, but it is {type(config).__name__}. Use "
+                "FSDPTurboTrainingArguments, FSDPTurboSFTConfig, FSDPTurboDPOConfig or FSDPTurboRewardConfig."
             )
         refuse_model(given)
-        enable_full_determinism(config.seed) if config.full_determinism else set_seed(config.seed)
+        seed = cast(Any, config).seed
+        enable_full_determinism(seed) if cast(Any, config).full_determinism else set_seed(seed)
         self._set_up_meshes(config)
         init_kwargs = getattr(config, "model_init_kwargs", None)
         self._shard_models(given, config)
@@ -141,7 +143,9 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: each trial would build a new model past the sharded loader."""
-        raise ValueError("hyperparameter_search rebuilds the model for each trial and is not supported; start one run per trial.")
+        raise ValueError(
+            "hyperparameter_search rebuilds the model for each trial and is not supported. Start one run a trial."
+        )
 
 
 class FSDPTurboTrainer(FSDPTurboTrainerMixin, Trainer):

@@ -6,30 +6,31 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 FRESH_HEADS = ("score.", "classifier.")
-"""Task heads that a base checkpoint does not have; they start fresh (and equal on all ranks), everything else must be there."""
+"""Task heads that a base checkpoint does not have: they start fresh, equal on all ranks. The rest must be there."""
 
 
 @contextlib.contextmanager
 def sharding_during_load(shard: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
-    """While open, ``from_pretrained(distributed_config=DistributedConfig())`` calls ``shard(model)`` between building the model on meta and reading its weights.
+    """While open, ``from_pretrained(distributed_config=DistributedConfig())`` calls ``shard(model)`` on meta.
 
-    The class method that Transformers calls there is replaced for the length of the context, in this process; a
-    contract test pins its name and arguments.
+    That is after the model is built and before its weights are read. The class method that Transformers calls there
+    is replaced for the length of the context, in this process; a contract test pins its name and arguments.
     """
     from transformers import PreTrainedModel
 
     own = PreTrainedModel.__dict__.get("maybe_distribute_model")
 
     def maybe_distribute_model(cls: type, model: nn.Module, distributed_config: Any, mesh_manager: Any) -> nn.Module:
-        if getattr(model.config, "distributed_config", None) is not None:
-            del model.config.distributed_config  # ours is not Transformers' own distribution: keep it out of config.json
+        config: Any = model.config
+        if getattr(config, "distributed_config", None) is not None:
+            del config.distributed_config  # ours is not Transformers' own distribution: keep it out of config.json
         return shard(model)
 
     PreTrainedModel.maybe_distribute_model = classmethod(maybe_distribute_model)  # type: ignore[assignment,method-assign]
@@ -81,10 +82,10 @@ def load_sharded(
 
 
 def keep_float32(model: nn.Module) -> None:
-    """Give parameters that Transformers keeps in float32 (routers, say) that dtype on meta already: FSDP fixes dtypes when it wraps."""
+    """Give parameters that Transformers keeps in float32 (some routers) that dtype on meta: FSDP fixes it early."""
     from transformers.core_model_loading import build_glob_alternation
 
-    plan = model._get_dtype_plan(model.dtype)
+    plan = cast(Any, model)._get_dtype_plan(model.dtype)
     if not plan:
         return
     pattern, sources, _ = build_glob_alternation(list(plan))
@@ -115,7 +116,7 @@ def check_loading_info(path: str, info: dict[str, Any]) -> list[str]:
 
 
 def own_storage(model: nn.Module) -> None:
-    """Copy local shards that are views into a whole tensor's storage (Transformers' CPU loader leaves them so), so that the whole can be freed."""
+    """Copy local shards that are views of a whole tensor (so the CPU loader leaves them), to let the whole go."""
     owned_by: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are one parameter and stay one
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -163,7 +164,7 @@ def copy_full_tensor_(target: Tensor, full: Tensor) -> None:
 
 
 def check_checkpoint_files(path: str) -> None:
-    """Read only the headers of a local safetensors checkpoint: every file named by the index is there, whole, and holds its keys.
+    """Read the headers of a local safetensors checkpoint: every file of the index is there, whole, and has its keys.
 
     Hub ids and other formats are left to Transformers.
 

@@ -1,6 +1,7 @@
 """What a dispatcher is: two methods and a frozen record between them, and the table of those that exist.
 
-T tokens, K top-k, S (token, expert) pairs that reached this rank, R rows that reached it, D hidden, F ffn, L local experts.
+T tokens, K top-k, S (token, expert) pairs that reached this rank, R rows that reached it, D hidden, F ffn, L local
+experts.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class LocalExperts(Protocol):
 
 @dataclass(frozen=True)
 class ReceivedRows:
-    """Rows that came to this rank's experts: row ``pair_row[s]`` goes to local expert ``pair_expert[s]`` with weight ``pair_weight[s]``.
+    """Rows for this rank's experts; pair s takes row ``pair_row[s]`` to ``pair_expert[s]``, times ``pair_weight[s]``.
 
-    ``pair_row`` None means one pair a row, in order; ``pair_weight`` None means weight 1 (applied where the token lives).
+    ``pair_row`` None means one pair a row, in order; ``pair_weight`` None means weight 1 (applied where the token
+    lives).
     """
 
     rows_RD: Tensor
@@ -64,7 +66,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[ReceivedRows, Any]:
-        """Send ``hidden_states [T, D]`` to the owners of ``top_k_index [T, K]``; returns the received rows and a record for :meth:`combine`."""
+        """Send ``hidden_states [T, D]`` to the owners of ``top_k_index [T, K]``: rows, and a record to combine."""
 
     @abstractmethod
     def combine(self, expert_output: Tensor, record: Any) -> Tensor:
@@ -81,7 +83,7 @@ class Dispatcher(ABC):
     def __call__(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
     ) -> Tensor:
-        """``hidden_states [T, D], top_k_index [T, K] int, top_k_weights [T, K]`` -> ``[T, D]`` in the dtype of the hidden states."""
+        """``hidden_states [T, D], top_k_index [T, K], top_k_weights [T, K]`` -> ``[T, D]`` in the first's dtype."""
         received, record = self.dispatch(hidden_states, top_k_index, top_k_weights)
         return self.combine(self.run(received, experts), record)
 

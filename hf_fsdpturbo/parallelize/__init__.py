@@ -5,6 +5,7 @@
       -> context_parallel       sequence cut at the base model's entry, gathered at its exit
       -> shard_experts           experts Shard(0) on ep, forward goes through the dispatcher
       -> fully_shard_experts     their parameters over (efsdp, expert_cp), replicated over edp
+      -> install_routing_tape    activation checkpointing replays routing
       -> outer_fully_shard       every decoder layer and the root over all ranks, the experts left out
       -> check_ownership         every parameter is managed once
 """
@@ -19,10 +20,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from hf_fsdpturbo import context_parallel
-from hf_fsdpturbo.kernels import apply_kernels
+from hf_fsdpturbo.dispatch.recompute import install_routing_tape
+from hf_fsdpturbo.kernels import KernelReport, apply_kernels
 from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec, name_matches
-from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize.routed_experts import expert_options, route_experts
+from hf_fsdpturbo.sharding import upstream
 from hf_fsdpturbo.sharding.expert_fsdp import check_expert_shards
 from hf_fsdpturbo.sharding.expert_parallel import check_experts
 from hf_fsdpturbo.sharding.outer_fsdp import check_ownership, outer_fully_shard
@@ -45,25 +48,26 @@ class ShardingReport:
     ignored_parameters: int = 0
     dense_units: int = 0
     notes: list[str] = field(default_factory=list)
+    kernels: KernelReport | None = None
 
     def __str__(self) -> str:
-        sizes = ", ".join(f"{name}={size}" for name, size in self.topology.items())
-        lines = [f"[hf_fsdpturbo] {sizes}"]
+        lines = [", ".join(f"{name}={size}" for name, size in self.topology.items())]
         if self.expert_modules:
             lines.append(
-                f"[hf_fsdpturbo] {self.expert_modules} expert modules of {self.num_experts} experts, dispatcher "
-                f"{self.dispatcher}, {self.ignored_parameters} ignored EP parameters in {self.dense_units} outer units"
+                f"{self.expert_modules} expert modules of {self.num_experts} experts, dispatcher {self.dispatcher}, "
+                f"{self.ignored_parameters} ignored EP parameters in {self.dense_units} outer units"
             )
-        else:
-            lines.append(f"[hf_fsdpturbo] no expert modules, {self.dense_units} outer units")
-        return "\n".join(lines + [f"[hf_fsdpturbo] {note}" for note in self.notes])
+        elif self.dense_units:
+            lines.append(f"no expert modules, {self.dense_units} outer units")
+        lines += [*(self.kernels.lines if self.kernels else []), *self.notes]
+        return "\n".join(f"[hf_fsdpturbo] {line}" for line in lines)
 
 
 def fsdp_options(args: FSDPTurboArguments) -> dict[str, Any]:
-    """Arguments of ``fully_shard`` for the outer units: bf16 compute with float32 reduction when ``bf16``, else none."""
+    """Arguments of ``fully_shard`` for the outer units: bf16 compute, float32 reduction when ``bf16``."""
     params = args.fsdpturbo_params
     bf16 = bool(getattr(args, "bf16", False))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": params.reshard_after_forward}
     if params.offload_params:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=params.pin_memory)
@@ -99,11 +103,13 @@ def check_model(model: PreTrainedModel, args: FSDPTurboArguments, state: FSDPTur
     for name, module in find_experts(model, sizes.ep_size).items():
         counts[name] = check_experts(module, name, sizes.ep_size)
         check_expert_shards(module, name, counts[name] // sizes.ep_size, sizes.expert_shard_size)
+    if args.fsdpturbo_params.ep_backend == "fsdp_turbo":
+        upstream.check_upstream(args.fsdpturbo_params, model, state.device_type)
     for pattern in args.fsdpturbo_params.fsdp_ignored_modules:
         if not any(name_matches(pattern, name) for name, _ in model.named_modules()):
             raise ValueError(
-                f"fsdp_ignored_modules: the pattern {pattern!r} matches no module of {type(model).__name__}. Use names "
-                "as model.named_modules() gives them, with {*} for a number."
+                f"fsdp_ignored_modules: the pattern {pattern!r} matches no module of {type(model).__name__}. Use "
+                "names as model.named_modules() gives them, with {*} for a number."
             )
     return counts
 
@@ -120,16 +126,20 @@ def parallelize_model(
     params = args.fsdpturbo_params
     report = ShardingReport(state.topology.to_dict(), params.ep_dispatcher)
     counts = check_model(model, args, state)
-    report.notes += apply_kernels(model, args.kernel_params, state.device_type).lines
+    report.kernels = apply_kernels(model, args.kernel_params, state.device_type)
     if state.topology.cp_size > 1:
         context_parallel.install(model, state.cp_mesh)
     options = fsdp_options(args)
-    ignored: set[nn.Parameter] = set()
-    for name, num_experts in counts.items():
-        module = model.get_submodule(name)
-        route_experts(module, num_experts, params.ep_dispatcher, state, expert_options(options))
-        ignored.update(module.parameters())
-        report.num_experts = num_experts
+    if params.ep_backend == "fsdp_turbo" and counts:
+        report.notes += _route_upstream(model, counts, args, state)
+    else:
+        for name, num_experts in counts.items():
+            route_experts(
+                model.get_submodule(name), num_experts, params.ep_dispatcher, state, expert_options(options)
+            )
+        install_routing_tape(model)
+    ignored = {parameter for name in counts for parameter in model.get_submodule(name).parameters()}
+    report.num_experts = max(counts.values(), default=0)
     report.expert_modules, report.ignored_parameters = len(counts), len(ignored)
     report.expert_parameters = sum(parameter.numel() for parameter in ignored)
     free = _ignored_parameters(model, params.fsdp_ignored_modules) - ignored
@@ -137,6 +147,34 @@ def parallelize_model(
     check_ownership(model, free)
     model._is_accelerate_prepared = True  # accelerate then passes it through untouched: no DDP, no autocast, no .to()
     return model, report
+
+
+def _route_upstream(
+    model: nn.Module, counts: dict[str, int], args: FSDPTurboArguments, state: FSDPTurboParallelState
+) -> list[str]:
+    """EP and EFSDP by the fsdp_turbo library; returns notes for the summary."""
+    params, topology, names = args.fsdpturbo_params, state.topology, list(counts)
+    factor = topology.dp_size * topology.cp_size
+    upstream.expert_parallelize(
+        model, names, state.ep_mesh, dispatcher=params.ep_dispatcher, divide_factor=factor, device=args.device
+    )
+    return upstream.expert_fully_shard(
+        model,
+        names,
+        state.expert_fsdp_mesh,
+        params=params,
+        divide_factor=factor,
+        num_local_experts=counts[names[0]] // topology.ep_size,
+        options=expert_options(fsdp_options(args)),
+    )
+
+
+def prepare_one_process(model: PreTrainedModel, args: FSDPTurboArguments, topology: Topology) -> ShardingReport:
+    """Kernels and routing tape of a run of one process; nothing is sharded, accelerate prepares the model as usual."""
+    report = ShardingReport(topology.to_dict(), "none")
+    report.kernels = apply_kernels(model, args.kernel_params, args.device.type)
+    install_routing_tape(model)
+    return report
 
 
 def _ignored_parameters(model: nn.Module, patterns: list[str]) -> set[nn.Parameter]:

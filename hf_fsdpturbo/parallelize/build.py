@@ -6,9 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
-from hf_fsdpturbo.parallelize import ShardingReport, check_model, fsdp_options, parallelize_model
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
+from hf_fsdpturbo.parallelize import (
+    ShardingReport,
+    check_model,
+    fsdp_options,
+    parallelize_model,
+    prepare_one_process,
+)
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
 from hf_fsdpturbo.weights import check_checkpoint_files, load_sharded
 
@@ -37,7 +44,7 @@ def refuse_model(given: dict[str, Any]) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "distributed_config", None) is not None or getattr(model, "_device_mesh", None) is not None:
         raise ValueError(
-            "model was loaded with its own distributed_config, but sharding is done by hf_fsdpturbo. Load it without one."
+            "model was loaded with its own distributed_config, but sharding is done by hf_fsdpturbo. Load it without."
         )
     if getattr(config, "quantization_config", None) is not None or getattr(model, "hf_quantizer", None) is not None:
         raise ValueError("model is quantised, which is not supported: load it unquantised.")
@@ -48,7 +55,9 @@ def _from_pretrained(trainer_class: type, config: FSDPTurboArguments) -> tuple[A
     kwargs: dict[str, Any] = dict(getattr(config, "model_init_kwargs", None) or {})
     for name in ("device_map", "distributed_config", "tp_plan", "quantization_config"):
         if kwargs.pop(name, None) is not None:
-            raise ValueError(f"model_init_kwargs[{name!r}] is not supported: placement is decided by hf_fsdpturbo. Remove it.")
+            raise ValueError(
+                f"model_init_kwargs[{name!r}] is not supported: placement is decided by hf_fsdpturbo. Remove it."
+            )
     storage = STORAGE_DTYPES.get(config.fsdpturbo_params.param_storage_dtype)
     if storage is not None:
         kwargs["dtype"] = storage
@@ -65,7 +74,7 @@ def _from_pretrained(trainer_class: type, config: FSDPTurboArguments) -> tuple[A
 
 def build_model(
     trainer_class: type, path: str, config: FSDPTurboArguments, state: FSDPTurboParallelState | None
-) -> tuple[Any, ShardingReport | None]:
+) -> tuple[Any, ShardingReport]:
     """Load a model from a path, every rank its own slices; in one process, load it whole.
 
     Raises:
@@ -75,7 +84,8 @@ def build_model(
     _refuse_quantised(path, kwargs)
     if state is None:
         check_checkpoint_files(path)
-        return build(path, **{**kwargs, "device_map": None}), None
+        model = build(path, **{**kwargs, "device_map": None})
+        return model, prepare_one_process(model, config, Topology.resolve(1))
     check_gradient_scale(state, fsdp_options(config))
     reports: list[ShardingReport] = []
 
@@ -99,7 +109,7 @@ def _refuse_quantised(path: str, kwargs: dict[str, Any]) -> None:
 
 def shard_given_model(
     model: Any, config: FSDPTurboArguments, state: FSDPTurboParallelState | None
-) -> tuple[Any, ShardingReport | None]:
+) -> tuple[Any, ShardingReport]:
     """Shard a model object that every rank holds whole, in place; in one process, only convert its dtype.
 
     Raises:
@@ -109,9 +119,20 @@ def shard_given_model(
     if storage is not None:
         model = model.to(storage)
     if state is None:
-        return model, None
+        return model, prepare_one_process(model, config, Topology.resolve(1))
     check_model(model, config, state)
     check_gradient_scale(state, fsdp_options(config))
     model, report = parallelize_model(model, config, state)
-    model.to(config.device)
+    _place_unsharded(model, config.device)
     return model, report
+
+
+def _place_unsharded(model: nn.Module, device: torch.device) -> None:
+    """Buffers and parameters that no FSDP unit manages; units place their own."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+        for parameter in module.parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(device)

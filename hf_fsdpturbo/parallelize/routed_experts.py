@@ -26,7 +26,7 @@ class RoutedForward:
         self.dispatcher = dispatcher
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """``hidden_states [..., D], top_k_index [T, K], top_k_weights [T, K]`` -> the shape and dtype of the hidden states."""
+        """``hidden_states [..., D], top_k_index [T, K], top_k_weights [T, K]`` -> shape and dtype of the first."""
         rows_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         index_TK = top_k_index.reshape(rows_TD.shape[0], -1)
         weights_TK = top_k_weights.reshape(rows_TD.shape[0], -1)

@@ -1,7 +1,8 @@
 """Start-up check: a known gradient through every mesh of the run, compared with its value on paper.
 
-Backends and torch versions differ in what they divide (FSDP2 over gloo on torch 2.7 divides nothing), and a wrong factor
-is invisible under Adam. Rank r feeds the value v_r = r mod 7 + 1; every gradient must come out as the mean of all v_r.
+Backends and torch versions differ in what they divide (FSDP2 over gloo on torch 2.7 divides nothing), and a wrong
+factor is
+invisible under Adam. Rank r feeds the value v_r = r mod 7 + 1; every gradient must come out as the mean of all v_r.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def check_gradient_scale(state: FSDPTurboParallelState, options: dict[str, Any])
     count = topology.ep_size * topology.expert_shard_size
     dtype = options["mp_policy"].param_dtype or torch.float32
     rows = torch.full((1, WIDTH), value, device=device, dtype=dtype, requires_grad=True)
-    experts(rows, torch.arange(count, device=device)[None], torch.ones(1, count, device=device, dtype=dtype)).sum().backward()
+    weights = torch.ones(1, count, device=device, dtype=dtype)
+    experts(rows, torch.arange(count, device=device)[None], weights).sum().backward()
     assert rows.grad is not None
     found = {
         f"dense mesh {state.dense_mesh}": (_deviation(dense.weight, expected), expected),
@@ -88,5 +90,5 @@ def _raise_together(found: dict[str, tuple[float, float]], device_type: str, dev
     if wrong:
         raise RuntimeError(
             f"Gradient scale check failed on backend {dist.get_backend()} ({device_type}), torch {torch.__version__}: "
-            f"{'; '.join(wrong)}. Training would use wrong gradients; report this with the output of hf-fsdpturbo doctor."
+            f"{'; '.join(wrong)}. Gradients would be wrong; report this with the output of hf-fsdpturbo doctor."
         )

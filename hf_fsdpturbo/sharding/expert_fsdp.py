@@ -19,7 +19,7 @@ from hf_fsdpturbo import compat
 
 
 def expert_shard_dim(parameter: nn.Parameter, num_local_experts: int, shard_size: int, transposed: bool) -> int:
-    """Dim on which FSDP shards a stacked expert parameter ``[L, ...]``: see Note [Which dim experts are sharded on]."""
+    """Dim on which FSDP shards an expert parameter ``[L, ...]``: see Note [Which dim experts are sharded on]."""
     if num_local_experts % shard_size == 0 or parameter.ndim < 3:
         return 0
     return 1 if transposed else 2
@@ -36,8 +36,8 @@ def check_expert_shards(module: nn.Module, name: str, num_local_experts: int, sh
         dim = expert_shard_dim(parameter, num_local_experts, shard_size, transposed)
         if dim and parameter.shape[dim] % shard_size:
             raise ValueError(
-                f"efsdp_size * cp_size ({shard_size}) must divide the local experts ({num_local_experts}) or dim {dim} "
-                f"of {name}.{parameter_name} ({parameter.shape[dim]}). Choose another efsdp_size."
+                f"efsdp_size * cp_size ({shard_size}) must divide the local experts ({num_local_experts}) or dim "
+                f"{dim} of {name}.{parameter_name} ({parameter.shape[dim]}). Choose another efsdp_size."
             )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,8 @@ class _TouchWeights(torch.autograd.Function):
 
 # Note [Ranks without tokens]
 # A rank that received no rows must still produce (zero) gradients for its experts: FSDP starts the reduce-scatter of a
-# unit from the gradients of its parameters, and a rank that has none would leave the others waiting. The output is tied
-# to the weights as well, so that the exchange of gradients in backward runs on this rank even if its rows need none.
+# unit from the gradients of its parameters, and a rank that has none would leave the others waiting. The output is
+# tied to the weights as well, so that the exchange of gradients in backward runs here even if the rows need none.
 
 
 class ModuleExperts:
@@ -41,7 +41,7 @@ class ModuleExperts:
 
     Args:
         module: experts module of Transformers' layout; its parameters may be plain or DTensors on ep.
-        forward: the forward it had before ours replaced it, called as ``forward(rows, local_index [S, 1], weight [S, 1])``.
+        forward: the forward it had before ours, called as ``forward(rows, local_index [S, 1], weight [S, 1])``.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Tensor], num_local_experts: int) -> None:
@@ -83,7 +83,10 @@ class ModuleExperts:
 
 
 def is_plain_swiglu(module: nn.Module) -> bool:
-    """Whether the experts compute ``down(silu(gate(x)) * up(x))`` from ``gate_up_proj [E, 2F, D]`` and ``down_proj [E, D, F]``, nothing else."""
+    """Whether the experts compute ``down(silu(gate(x)) * up(x))`` and nothing else.
+
+    That is from ``gate_up_proj [E, 2F, D]``, gate rows first, and ``down_proj [E, D, F]``.
+    """
     from transformers.activations import SiLUActivation
     from transformers.integrations.moe import _default_apply_gate
 
@@ -121,7 +124,7 @@ def check_experts(module: nn.Module, name: str, ep_size: int) -> int:
 
 
 def shard_experts(module: nn.Module, ep_mesh: DeviceMesh, num_experts: int) -> ModuleExperts:
-    """Keep this rank's block of experts: every parameter becomes ``DTensor Shard(0)`` on the ep axis, trainable as it was.
+    """Keep this rank's block of experts: parameters become ``DTensor Shard(0)`` on ep, trainable as they were.
 
     A whole (or meta) tensor is expected on every rank; each takes its own slice, nothing is communicated.
     """
@@ -129,5 +132,5 @@ def shard_experts(module: nn.Module, ep_mesh: DeviceMesh, num_experts: int) -> M
         local = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
         setattr(module, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
     num_local_experts = num_experts // ep_mesh.size()
-    module.num_experts = num_local_experts  # the forward of Transformers sizes its histograms with it
+    cast(Any, module).num_experts = num_local_experts  # the forward of Transformers sizes its histograms with it
     return ModuleExperts(module, module.forward, num_local_experts)

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 # Note [What stays in the root unit]
-# Embedding, final norm and lm_head stay in the root: TRL's fused LM head reads lm_head.weight directly, and as a unit of
-# its own its gradient would never be reduced (98 % off, silently).
+# Embedding, final norm and lm_head stay in the root: TRL's fused LM head reads lm_head.weight directly, and as a unit
+# of its own its gradient would never be reduced (98 % off, silently).
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The blocks to wrap: instances of the classes the model names in ``_no_split_modules``, outermost first, nested ones left out.
+    """The blocks to wrap: instances of the classes in ``_no_split_modules``, outermost only, in model order.
 
     Raises:
         ValueError: the model names none, or has none.
@@ -37,7 +37,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _odd_dtype_modules(unit: nn.Module, ignored: set[nn.Parameter], done: set[int]) -> list[nn.Module]:
-    """Modules inside a unit that keep another dtype than most of it (routers kept in float32): FSDP wants one dtype a unit."""
+    """Modules of a unit with another dtype than most of it (routers kept in float32): FSDP wants one dtype a unit."""
     count: dict[torch.dtype, int] = {}
     owners: list[tuple[nn.Module, torch.dtype]] = []
     for module in unit.modules():
