@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.compare import TOLERANCE, distance
-from tests.support.spawn import init_gloo, run_ranks
+from tests.support.spawn import init_gloo, run_plain, run_ranks
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
 FAMILIES = {
@@ -120,13 +120,13 @@ def run_cut(kind, config, cp_size, fault=None):
     return results if dist.get_rank() == 0 else None
 
 
-def references(kind, config):
-    """The same in one process: padded batches as they are, packed ones document by document."""
-    results = {}
-    for name, batch in padded_batches().items():
-        results[name] = step(tiny_model(kind, **config), batch, aux=True)
+def references(kind, config, ours=False):
+    """Plain process: padded batches as they are, packed ones document by document; stock functions, or our kernels."""
+    model = tiny_model(kind, **config)
+    if ours:
+        use_kernels(model)
+    results = {name: step(model, batch, aux=True) for name, batch in padded_batches().items()}
     for name, (_, documents) in packed_batches().items():
-        model = tiny_model(kind, **config)
         total, sums = 0.0, {n: torch.zeros_like(p) for n, p in model.named_parameters()}
         for document in documents:
             loss, _, gradients = step(model, {"input_ids": document[None]}, aux=False)
@@ -136,15 +136,22 @@ def references(kind, config):
     return results
 
 
-def worst(found, expected):
-    """name of batch -> (loss distance, worst gradient distance, its name)."""
-    report = {}
+def compare_all(found, expected, yardstick=None):
+    """Print the worst tensor of every batch; names of what is out of tolerance.
+
+    With a yardstick (the same one process with other kernels) a tensor may be ten times as far off as that is.
+    """
+    wrong = []
     for name, (loss, _, gradients) in expected.items():
         own_loss, _, own = found[name]
-        distances = {n: distance(own[n], g) for n, g in gradients.items()}
-        tensor = max(distances, key=lambda n: distances[n])
-        report[name] = (abs(own_loss - loss) / abs(loss), distances[tensor], tensor)
-    return report
+        off = abs(own_loss - loss) / abs(loss)
+        rows = [(distance(own[n], g), 0.0 if yardstick is None else distance(yardstick[name][2][n], g), n)
+                for n, g in gradients.items()]  # fmt: skip
+        far, apart, tensor = max(rows)
+        print(f"{name}: loss {off:.1e}, worst gradient {far:.1e} ({tensor}; one process apart {apart:.1e})")
+        wrong += [f"{name}: loss {off:.1e}"] if off > TOLERANCE else []
+        wrong += [f"{name}: {n} {d:.1e}" for d, a, n in rows if d > max(TOLERANCE, 10 * a)]
+    return wrong
 
 
 def model_kind(family):
@@ -156,9 +163,7 @@ def model_kind(family):
 def test_cut_model_equals_one_process(family, cp_size):
     kind, config = model_kind(family), FAMILIES[family]
     found = run_ranks(run_cut, cp_size, kind, config, cp_size)[0]
-    report = worst(found, references(kind, config))
-    for name, (loss, gradient, tensor) in report.items():
-        print(f"{family} cp{cp_size} {name}: loss {loss:.1e}, worst gradient {gradient:.1e} ({tensor})")
-    for name, (loss, gradient, tensor) in report.items():
-        assert loss < TOLERANCE, (name, loss)
-        assert gradient < 2 * TOLERANCE, (name, tensor, gradient)
+    expected = run_plain(references, kind, config)
+    yardstick = run_plain(references, kind, config, True) if kind == "qwen3_5_moe" else None
+    print(f"\n{family} cp{cp_size}")
+    assert not compare_all(found, expected, yardstick)
