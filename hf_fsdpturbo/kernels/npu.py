@@ -19,7 +19,7 @@ def load(asked_by: str) -> None:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool) -> torch.Tensor:
-    """RMSNorm over the last dim of x [..., D], weight [D]: `npu_rms_norm(self, gamma, epsilon) -> (y, rstd)`.
+    """RMSNorm over the last dim of x [..., D], weight [D]: `npu_rms_norm(input, gamma, epsilon) -> (y, rstd)`.
 
     The operator wants both in one dtype. A zero-centred norm multiplies by 1 + weight in float32 (1 + w rounds in
     bf16); a plain one casts before the multiplication, as the model does.
@@ -42,6 +42,6 @@ def rotary(
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, both [..., F]: `npu_swiglu(self, dim=-1)`, whose first half is the gate."""
+    """silu(gate) * up, both [..., F]: `npu_swiglu(input, dim=-1)`, whose first half is the gate."""
     out: torch.Tensor = load_torch_npu().npu_swiglu(torch.cat((gate, up), -1), dim=-1)
     return out

@@ -1,9 +1,9 @@
 """A stand-in for torch_npu's elementwise operators: their schemas, dtype rules and values, on CPU.
 
 Schemas as in torch_npu 2.7.1 to 2.14:
-npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor);
-npu_rotary_mul(Tensor self, Tensor r1, Tensor r2, str rotary_mode='half') -> Tensor;
-npu_swiglu(Tensor self, int dim=-1) -> Tensor.
+npu_rms_norm(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor);
+npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half') -> Tensor;
+npu_swiglu(Tensor input, int dim=-1) -> Tensor.
 """
 
 import torch

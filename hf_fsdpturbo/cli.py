@@ -1,0 +1,30 @@
+"""The command line: `hf-fsdpturbo doctor [--json]` and `hf-fsdpturbo export ...`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; returns the exit code. `export` has a parser of its own and takes the rest of the line."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["export"]:
+        code = importlib.import_module("hf_fsdpturbo.export").main(arguments[1:])
+        return int(code or 0)
+    parser = argparse.ArgumentParser(prog="hf-fsdpturbo", description="Expert parallelism for Hugging Face trainers.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="is this machine ready? versions, devices, operators, an exchange")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    doctor.add_argument("--timeout", type=float, default=None, help="seconds a single check may take")
+    commands.add_parser("export", help="write a checkpoint in Hugging Face format", add_help=False)
+    parsed = parser.parse_args(arguments)
+    from hf_fsdpturbo.doctor import TIMEOUT, run
+
+    return run(parsed.json, parsed.timeout or TIMEOUT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
