@@ -164,9 +164,9 @@ def _scatter_kernel(
             tl.store(out_ptr + slot * out_stride + column, value, mask=valid & (slot >= 0))
     if WEIGHTS:
         if tl.program_id(1) == 0:
-            k = tl.arange(0, K2)
-            slots = tl.load(slots_ptr + k, mask=k < K, other=-1)
-            weight = tl.load(weight_ptr + row * weight_stride + k, mask=k < K, other=0.0)
+            each = tl.arange(0, K2)  # not k: Triton keeps the type a name had in the loop above
+            slots = tl.load(slots_ptr + each, mask=each < K, other=-1)
+            weight = tl.load(weight_ptr + row * weight_stride + each, mask=each < K, other=0.0)
             tl.store(out_weight_ptr + slots, weight.to(out_weight_ptr.dtype.element_ty), mask=slots >= 0)
 
 
@@ -192,11 +192,11 @@ def _gather_sum_kernel(
     tl.store(out_ptr + row * out_stride + column, total.to(out_ptr.dtype.element_ty), mask=valid)
     if VALUES:
         if tl.program_id(1) == 0:
-            k = tl.arange(0, K2)
-            slots = tl.load(slots_ptr + k, mask=k < K, other=-1)
+            each = tl.arange(0, K2)  # not k: see the scatter kernel
+            slots = tl.load(slots_ptr + each, mask=each < K, other=-1)
             value = tl.load(value_ptr + slots, mask=slots >= 0, other=0.0)
-            out = out_value_ptr + row * value_stride + k
-            tl.store(out, value.to(out_value_ptr.dtype.element_ty), mask=k < K)
+            out = out_value_ptr + row * value_stride + each
+            tl.store(out, value.to(out_value_ptr.dtype.element_ty), mask=each < K)
 
 
 @triton.jit(do_not_specialize=["S"])
