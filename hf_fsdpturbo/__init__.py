@@ -17,6 +17,10 @@ _PUBLIC: dict[str, str] = {
     "clip_grad_norm_": "grad_norm",
     "FSDPTurboTrainer": "trainer",
     "FSDPTurboTrainerMixin": "trainer",
+    "FSDPTurboDPOConfig": "trl",
+    "FSDPTurboDPOTrainer": "trl",
+    "FSDPTurboRewardConfig": "trl",
+    "FSDPTurboRewardTrainer": "trl",
     "FSDPTurboSFTConfig": "trl",
     "FSDPTurboSFTTrainer": "trl",
 }

@@ -26,6 +26,7 @@ from hf_fsdpturbo.context_parallel.hooks import ContextParallelHooks
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize import ShardingReport
 from hf_fsdpturbo.parallelize.build import build_model, refuse_model, shard_given_model
+from hf_fsdpturbo.parallelize.reference import add_reference, hash_shards, trainer_functions_replaced
 
 
 class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
@@ -58,11 +59,13 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         enable_full_determinism(seed) if cast(Any, config).full_determinism else set_seed(seed)
         self._set_up_meshes(config)
         init_kwargs = getattr(config, "model_init_kwargs", None)
+        add_reference(type(self), bound, config, self.parallel_state)
         self._shard_models(given, config)
         if hasattr(config, "model_init_kwargs"):
             config.model_init_kwargs = None  # used up; TRL would warn that a model object ignores it
         try:
-            super().__init__(*bound.args, **bound.kwargs)
+            with trainer_functions_replaced(type(self), **self._trl_functions()):
+                super().__init__(*bound.args, **bound.kwargs)
         finally:
             if hasattr(config, "model_init_kwargs"):
                 config.model_init_kwargs = init_kwargs
@@ -85,6 +88,10 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
             given["model"], self.sharding_report = build_model(type(self), model, config, self.parallel_state)
         elif isinstance(model, nn.Module):
             given["model"], self.sharding_report = shard_given_model(model, config, self.parallel_state)
+
+    def _trl_functions(self) -> dict[str, Any]:
+        """Functions of TRL that cannot take sharded models, by name, and ours in their place."""
+        return {} if self.parallel_state is None else {"hash_module": hash_shards}
 
     def _finish_set_up(self, config: FSDPTurboArguments) -> None:
         """Warm up communicators and print one summary on rank 0."""

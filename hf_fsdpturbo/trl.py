@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from hf_fsdpturbo.arguments import FSDPTurboArguments
 from hf_fsdpturbo.trainer import FSDPTurboTrainerMixin
@@ -17,3 +17,21 @@ class FSDPTurboSFTConfig(FSDPTurboArguments, SFTConfig):
 
 class FSDPTurboSFTTrainer(FSDPTurboTrainerMixin, SFTTrainer):
     """``trl.SFTTrainer`` with experts spread over ranks."""
+
+
+@dataclass
+class FSDPTurboDPOConfig(FSDPTurboArguments, DPOConfig):
+    """``trl.DPOConfig`` with the fields of :class:`FSDPTurboArguments`."""
+
+
+class FSDPTurboDPOTrainer(FSDPTurboTrainerMixin, DPOTrainer):
+    """``trl.DPOTrainer`` with experts spread over ranks; ``ref_model`` may also be a path, and is sharded like the policy."""
+
+
+@dataclass
+class FSDPTurboRewardConfig(FSDPTurboArguments, RewardConfig):
+    """``trl.RewardConfig`` with the fields of :class:`FSDPTurboArguments`."""
+
+
+class FSDPTurboRewardTrainer(FSDPTurboTrainerMixin, RewardTrainer):
+    """``trl.RewardTrainer`` with experts spread over ranks; a fresh ``score`` head starts as it does in one process."""

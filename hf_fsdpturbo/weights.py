@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 FRESH_HEADS = ("score.", "classifier.")
 """Task heads that a base checkpoint does not have: they start fresh, equal on all ranks. The rest must be there."""
+REPLACED_HEAD = "lm_head."
+"""The head of a base checkpoint, which a fresh task head takes the place of."""
 
 
 @contextlib.contextmanager
@@ -72,13 +74,59 @@ def load_sharded(
 
     def shard_on_meta(model: nn.Module) -> nn.Module:
         keep_float32(model)
-        return shard(model)
+        with same_random_state(device):
+            model = shard(model)
+        draw_heads_whole(model)
+        return model
 
     with sharding_during_load(shard_on_meta):
         model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
-    check_loading_info(path, info)
+    del model._init_weights
+    report_fresh_heads(path, check_loading_info(path, info))
     own_storage(model)
     return model
+
+
+@contextlib.contextmanager
+def same_random_state(device: torch.device) -> Iterator[None]:
+    """Random states of CPU and device are afterwards what they were: a fresh head must be drawn as in a plain load."""
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        with torch.random.fork_rng(devices=[index], device_type=device.type):
+            yield
+
+
+def draw_heads_whole(model: nn.Module) -> None:
+    """Make Transformers initialise a fresh task head as one process would: every rank draws it whole and keeps its slice.
+
+    Left alone, each rank draws its own shard: a head that differs from one process's, and from rank to rank where it is
+    replicated. Undo with ``del model._init_weights``.
+    """
+    own = cast(Any, model)._init_weights
+    heads = {module for name, module in model.named_modules() if f"{name}.".startswith(FRESH_HEADS)}
+
+    def init_weights(module: nn.Module) -> None:
+        sharded = {n: p for n, p in module._parameters.items() if module in heads and isinstance(p, DTensor)}
+        sharded = {n: p for n, p in sharded.items() if not getattr(p, "_is_hf_initialized", False)}
+        for name, parameter in sharded.items():
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+        own(module)
+        for name, parameter in sharded.items():
+            copy_full_tensor_(parameter, cast(Tensor, module._parameters[name]))
+            module._parameters[name] = parameter
+
+    cast(Any, model)._init_weights = init_weights
+
+
+def report_fresh_heads(path: str, keys: list[str]) -> None:
+    """Say once, on rank 0, which head starts fresh."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if keys and rank == 0:
+        print(f"[hf_fsdpturbo] {path} has no {', '.join(keys)}: drawn at random, equal on all ranks.", flush=True)
 
 
 def keep_float32(model: nn.Module) -> None:
@@ -102,9 +150,10 @@ def check_loading_info(path: str, info: dict[str, Any]) -> list[str]:
     """
     missing = sorted(str(key) for key in info.get("missing_keys", ()))
     fresh = [key for key in missing if key.startswith(FRESH_HEADS)]
+    unexpected = sorted(str(key) for key in info.get("unexpected_keys", ()))
     faults = {
         "missing": [key for key in missing if key not in fresh],
-        "unexpected": sorted(str(key) for key in info.get("unexpected_keys", ())),
+        "unexpected": [key for key in unexpected if not (fresh and key.startswith(REPLACED_HEAD))],
         "of another shape": sorted(str(key) for key in info.get("mismatched_keys", ())),
         "unreadable": sorted(str(message) for message in info.get("error_msgs", ())),
     }

@@ -29,6 +29,7 @@ from hf_fsdpturbo.sharding import upstream
 from hf_fsdpturbo.sharding.expert_fsdp import check_expert_shards
 from hf_fsdpturbo.sharding.expert_parallel import check_experts
 from hf_fsdpturbo.sharding.outer_fsdp import check_ownership, outer_fully_shard
+from hf_fsdpturbo.weights import FRESH_HEADS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -143,7 +144,11 @@ def parallelize_model(
     report.expert_modules, report.ignored_parameters = len(counts), len(ignored)
     report.expert_parameters = sum(parameter.numel() for parameter in ignored)
     free = _ignored_parameters(model, params.fsdp_ignored_modules) - ignored
-    report.dense_units = len(outer_fully_shard(model, state.dense_mesh, ignored=ignored | free, options=options))
+    report.dense_units = len(
+        outer_fully_shard(
+            model, state.dense_mesh, ignored=ignored | free, options=options, root_options=_root_options(model, options)
+        )
+    )
     check_ownership(model, free)
     model._is_accelerate_prepared = True  # accelerate then passes it through untouched: no DDP, no autocast, no .to()
     return model, report
@@ -175,6 +180,14 @@ def prepare_one_process(model: PreTrainedModel, args: FSDPTurboArguments, topolo
     report.kernels = apply_kernels(model, args.kernel_params, args.device.type)
     install_routing_tape(model)
     return report
+
+
+def _root_options(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Scores leave a classifier in float32, as accelerate returns them: a reward margin is a small difference."""
+    policy = options["mp_policy"]
+    if policy.param_dtype is None or not any(f"{name}.".startswith(FRESH_HEADS) for name, _ in model.named_children()):
+        return {}
+    return {"mp_policy": MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, output_dtype=torch.float32)}
 
 
 def _ignored_parameters(model: nn.Module, patterns: list[str]) -> set[nn.Parameter]:

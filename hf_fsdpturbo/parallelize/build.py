@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from transformers import set_seed
 from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
@@ -50,9 +52,11 @@ def refuse_model(given: dict[str, Any]) -> None:
         raise ValueError("model is quantised, which is not supported: load it unquantised.")
 
 
-def _from_pretrained(trainer_class: type, config: FSDPTurboArguments) -> tuple[Any, dict[str, Any]]:
+def _from_pretrained(
+    trainer_class: type, config: FSDPTurboArguments, defaults: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """The loader that the trainer's family uses, and its keywords. TRL trainers take TRL's own."""
-    kwargs: dict[str, Any] = dict(getattr(config, "model_init_kwargs", None) or {})
+    kwargs: dict[str, Any] = {**defaults, **(getattr(config, "model_init_kwargs", None) or {})}
     for name in ("device_map", "distributed_config", "tp_plan", "quantization_config"):
         if kwargs.pop(name, None) is not None:
             raise ValueError(
@@ -61,27 +65,40 @@ def _from_pretrained(trainer_class: type, config: FSDPTurboArguments) -> tuple[A
     storage = STORAGE_DTYPES.get(config.fsdpturbo_params.param_storage_dtype)
     if storage is not None:
         kwargs["dtype"] = storage
-    trl_trainer = next((c.__name__ for c in trainer_class.__mro__ if c.__module__.startswith("trl.")), None)
-    if trl_trainer is None:
+    trl_trainers = [c.__name__ for c in trainer_class.__mro__ if c.__module__.startswith("trl.")]
+    if not trl_trainers:
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained, kwargs
     from trl.trainer.utils import create_model_from_path
 
     kwargs.setdefault("trust_remote_code", getattr(config, "trust_remote_code", False))
+    if "RewardTrainer" in trl_trainers:
+        from transformers import AutoModelForSequenceClassification
+
+        kwargs["num_labels"] = 1  # the only output is the reward
+        return partial(create_model_from_path, architecture=AutoModelForSequenceClassification), kwargs
     return create_model_from_path, kwargs
 
 
 def build_model(
-    trainer_class: type, path: str, config: FSDPTurboArguments, state: FSDPTurboParallelState | None
+    trainer_class: type,
+    path: str,
+    config: FSDPTurboArguments,
+    state: FSDPTurboParallelState | None,
+    *,
+    defaults: dict[str, Any] | None = None,
 ) -> tuple[Any, ShardingReport]:
     """Load a model from a path, every rank its own slices; in one process, load it whole.
+
+    ``defaults`` are ``from_pretrained`` keywords below ``model_init_kwargs``.
 
     Raises:
         ValueError: the checkpoint is damaged or does not fit; sizes do not fit the model.
     """
-    build, kwargs = _from_pretrained(trainer_class, config)
+    build, kwargs = _from_pretrained(trainer_class, config, defaults or {})
     _refuse_quantised(path, kwargs)
+    set_seed(cast(Any, config).seed)  # where TRL does it too: what a checkpoint lacks is drawn from here on
     if state is None:
         check_checkpoint_files(path)
         model = build(path, **{**kwargs, "device_map": None})

@@ -1,8 +1,8 @@
 """Start-up check: a known gradient through every mesh of the run, compared with its value on paper.
 
 Backends and torch versions differ in what they divide (FSDP2 over gloo on torch 2.7 divides nothing), and a wrong
-factor is
-invisible under Adam. Rank r feeds the value v_r = r mod 7 + 1; every gradient must come out as the mean of all v_r.
+factor is invisible under Adam. Rank r feeds the value v_r = r mod 7 + 1; every gradient must come out as the mean of
+all v_r.
 """
 
 from __future__ import annotations

@@ -52,7 +52,12 @@ def _odd_dtype_modules(unit: nn.Module, ignored: set[nn.Parameter], done: set[in
 
 
 def outer_fully_shard(
-    model: nn.Module, mesh: DeviceMesh, *, ignored: set[nn.Parameter], options: dict[str, Any]
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    ignored: set[nn.Parameter],
+    options: dict[str, Any],
+    root_options: dict[str, Any] | None = None,
 ) -> list[str]:
     """Shard everything that is not ignored; returns the names of the units.
 
@@ -61,6 +66,7 @@ def outer_fully_shard(
         mesh: one axis ``fsdp``, or ``(replicate, fsdp)``.
         ignored: parameters somebody else manages.
         options: arguments of ``fully_shard`` (policies, reshard_after_forward).
+        root_options: what the root has otherwise.
     """
     names = {id(module): name for name, module in model.named_modules()}
     wrapped: list[str] = []
@@ -71,7 +77,8 @@ def outer_fully_shard(
             done.update(id(p) for p in odd.parameters())
             wrapped.append(names[id(odd)])
         if any(p not in ignored and id(p) not in done for p in layer.parameters()):
-            fully_shard(layer, mesh=mesh, ignored_params=ignored, **options)
+            own = {**options, **(root_options or {})} if layer is model else options
+            fully_shard(layer, mesh=mesh, ignored_params=ignored, **own)
             done.update(id(p) for p in layer.parameters())
             wrapped.append(names[id(layer)] or "(root)")
     return wrapped

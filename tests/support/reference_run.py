@@ -11,7 +11,7 @@ divides the aux loss by g on each of W ranks, which is W*g here.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ DEFAULT_ARGS: dict[str, Any] = {
     "per_device_eval_batch_size": 2,
     "max_steps": 3,
     "learning_rate": 1e-3,
+    "max_grad_norm": 0.5,  # below the norms of tiny models, so that clipping acts
     "lr_scheduler_type": "constant",
     "logging_steps": 1,
     "logging_nan_inf_filter": False,
@@ -45,7 +46,7 @@ class Run:
 
     Attributes:
         model: path of a checkpoint.
-        data: columns of the training set.
+        data: columns of the training set, or the folder of a saved ``datasets.Dataset``.
         args: training arguments over :data:`DEFAULT_ARGS` (no hf_fsdpturbo fields).
         turbo: hf_fsdpturbo fields (``ep_size``, ``dist_config``, ...), used on the sharded side only.
         trainer: "sft", "dpo", "reward" or "plain" (``transformers.Trainer``).
@@ -60,7 +61,7 @@ class Run:
     """
 
     model: str
-    data: dict[str, list[Any]]
+    data: dict[str, list[Any]] | str
     args: dict[str, Any] = field(default_factory=dict)
     turbo: dict[str, Any] = field(default_factory=dict)
     trainer: str = "sft"
@@ -190,7 +191,8 @@ def build_trainer(run: Run, turbo: bool, **more_args: Any) -> Any:
         if run.prepare is not None:
             run.prepare(model)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(run.model)
-    data = Dataset.from_dict(run.data)
+    # Folders written by Dataset.save_to_disk have a cache that all ranks see, as real data sets do.
+    data = Dataset.load_from_disk(run.data) if isinstance(run.data, str) else Dataset.from_dict(run.data)
     evaluation = None if run.eval_data is None else Dataset.from_dict(run.eval_data)
     kwargs = dict(run.trainer_kwargs)
     if run.trainer == "plain":
@@ -274,7 +276,7 @@ def merge_batches(records: list[Record]) -> list[Batch]:
 
 
 def sharded_and_reference(
-    runs: dict[str, Run], world_size: int, *, cp_size: int = 1, timeout: float = 120, yardstick: bool = False
+    runs: dict[str, Run], world_size: int, *, cp_size: int = 1, timeout: float = 120, yardstick: Collection[str] = ()
 ) -> dict[str, tuple[Record, Record, Record | None]]:
     """Do all runs on ``world_size`` ranks in one spawn, then their references in one plain process.
 
@@ -282,8 +284,8 @@ def sharded_and_reference(
         runs: by name.
         cp_size: ranks that share a batch (innermost).
         timeout: seconds for each of the two processes groups.
-        yardstick: also run each reference with ``experts_implementation="eager"``: the distance between the two
-            references says how well conditioned each tensor is (see ``compare``).
+        yardstick: names of runs whose reference is also run with ``experts_implementation="eager"``: the distance
+            between the two references says how well conditioned each tensor is (see ``compare``).
 
     Returns:
         by name: rank 0's record, the reference, the second reference or None. All ranks' batches are in the first
@@ -292,18 +294,19 @@ def sharded_and_reference(
     from tests.support.spawn import run_plain, run_ranks
 
     by_rank = run_ranks(run_turbo_all, world_size, list(runs.values()), timeout=timeout)
-    jobs, others = [], []
-    for index, run in enumerate(runs.values()):
+    jobs, others = [], {}
+    for index, (name, run) in enumerate(runs.items()):
         ranks = [records[index] for records in by_rank]
         batches = merge_batches(ranks[::cp_size])
         jobs.append((run, world_size // cp_size, batches))
-        eager = replace(run, model_kwargs={**run.model_kwargs, "experts_implementation": "eager"})
-        others.append((eager, world_size // cp_size, batches))
-    references = run_plain(run_references, jobs + (others if yardstick else []), timeout=timeout)
+        if name in yardstick:
+            eager = replace(run, model_kwargs={**run.model_kwargs, "experts_implementation": "eager"})
+            others[name] = (eager, world_size // cp_size, batches)
+    references = run_plain(run_references, [*jobs, *others.values()], timeout=timeout)
+    seconds = dict(zip(others, references[len(jobs) :], strict=True))
     result = {}
     for index, name in enumerate(runs):
         record = by_rank[0][index]
         record.extra["ranks"] = [records[index] for records in by_rank]
-        second = references[len(jobs) + index] if yardstick else None
-        result[name] = (record, references[index], second)
+        result[name] = (record, references[index], seconds.get(name))
     return result

@@ -1,0 +1,105 @@
+"""The reference model of preference trainers (DPO, KTO): sharded like the policy however it is given, never whole on a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_fsdpturbo.arguments import FSDPTurboArguments
+from hf_fsdpturbo.checkpoint.hub import reshard
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
+
+
+def add_reference(
+    trainer_class: type, bound: inspect.BoundArguments, config: FSDPTurboArguments, state: FSDPTurboParallelState | None
+) -> None:
+    """Replace ``ref_model`` in the trainer's arguments by a sharded model; call it before the policy is sharded.
+
+    A path or a model object is sharded; None becomes a second load of the policy's path, unless the trainer will not
+    keep a reference (an adapter that can be disabled, ``precompute_ref_log_probs``) or has no such argument.
+
+    Raises:
+        ValueError: the reference is the policy, or None with a policy that came from no path.
+    """
+    if "ref_model" not in bound.signature.parameters:
+        return
+    given = bound.arguments
+    policy, reference = given.get("model"), given.get("ref_model")
+    if reference is None:
+        if _needs_none(given, config):
+            return
+        reference = policy if isinstance(policy, str) else getattr(getattr(policy, "config", None), "_name_or_path", "")
+        if not reference:
+            raise ValueError(
+                "ref_model is None, but model is an object that was not loaded from a path (config._name_or_path is empty), "
+                "so there is nothing to load the reference from. Pass ref_model (a path or another model object)."
+            )
+    if reference is policy and not isinstance(policy, str):
+        raise ValueError("ref_model and model are the same object. Leave ref_model out, or pass a path or another object.")
+    if isinstance(reference, str):
+        reference, _ = build_model(trainer_class, reference, config, state, defaults=_as_policy(policy))
+    elif isinstance(reference, nn.Module):
+        reference, _ = shard_given_model(reference, config, state)
+    if state is not None:
+        reference.register_forward_hook(_reshard_after)
+    given["ref_model"] = reference
+
+
+def _needs_none(given: dict[str, Any], config: FSDPTurboArguments) -> bool:
+    adapter = given.get("peft_config") is not None or getattr(given.get("model"), "peft_config", None) is not None
+    return adapter or bool(getattr(config, "precompute_ref_log_probs", False))
+
+
+def _as_policy(policy: Any) -> dict[str, Any]:
+    """What TRL takes over from a policy that is an object when it loads the reference."""
+    if isinstance(policy, nn.Module):
+        return {"dtype": policy.dtype, "attn_implementation": policy.config._attn_implementation}  # type: ignore[union-attr]
+    return {}
+
+
+def _reshard_after(module: nn.Module, args: Any, output: Any) -> None:
+    """No backward will free what a reference gathered: embedding and head would stay whole, and sync_ref_model fail on them."""
+    reshard(module)
+
+
+def hash_shards(module: nn.Module) -> str:
+    """Hash of a sharded model's weights: every rank its own shards, then all digests together; collective.
+
+    In place of ``trl.trainer.utils.hash_module`` (TRL 1.16), which calls ``.numpy()`` on DTensors. Can go when TRL hashes
+    DTensors itself.
+    """
+    reshard(module)
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        digest.update(f"{name} {local.dtype} {tuple(local.shape)}".encode())
+        digest.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def trainer_functions_replaced(trainer_class: type, **functions: Any) -> Iterator[None]:
+    """While open, the TRL modules of a trainer's classes see these functions under the given names, where they have such a name."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for module_name in dict.fromkeys(c.__module__ for c in trainer_class.__mro__ if c.__module__.startswith("trl.")):
+        names = vars(sys.modules[module_name])
+        before += [(names, name, names[name]) for name in functions if name in names]
+    for names, name, _ in before:
+        names[name] = functions[name]
+    try:
+        yield
+    finally:
+        for names, name, own in before:
+            names[name] = own

@@ -1,0 +1,97 @@
+"""DPO and reward runs over `reference_run`: pairs of real text, a reference model in each form, stock TRL on the same ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tests.support.reference_run import (
+    Record,
+    Run,
+    build_trainer,
+    forget_accelerate,
+    merge_batches,
+    run_reference,
+    run_turbo,
+)
+from tests.support.tiny_models import texts
+
+TIMES = ("runtime", "per_second", "total_flos")
+
+
+def pairs(number: int, seed: int = 0) -> dict[str, list[str]]:
+    """Columns prompt, chosen, rejected; lengths uneven."""
+    return {
+        "prompt": texts(number, shortest=8, longest=30, seed=seed),
+        "chosen": texts(number, shortest=20, longest=90, seed=seed + 1),
+        "rejected": texts(number, shortest=20, longest=90, seed=seed + 2),
+    }
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A DPO or reward run and how its reference is given: "none", "path", "object", "precomputed"; ``reference`` is its path."""
+
+    run: Run
+    how: str = "none"
+    reference: str | None = None
+
+
+def _with_reference(job: Preference, turbo: bool) -> Run:
+    run = job.run
+    if job.how == "precomputed":
+        # One process without it is the stricter comparison: it computes the reference in each step.
+        return replace(run, args={**run.args, "precompute_ref_log_probs": turbo})
+    if job.how in ("path", "object"):
+        reference: Any = job.reference
+        if job.how == "object" or not turbo:  # TRL takes objects only
+            from transformers import AutoModelForCausalLM
+
+            reference = AutoModelForCausalLM.from_pretrained(job.reference, dtype=torch.float32)
+        return replace(run, trainer_kwargs={**run.trainer_kwargs, "ref_model": reference})
+    return run
+
+
+def turbo_ranks(jobs: list[Preference]) -> list[Record]:
+    """Rank function."""
+    return [run_turbo(_with_reference(job, turbo=True)) for job in jobs]
+
+
+def plain_references(jobs: list[tuple[Preference, int, list[dict[str, Any]]]]) -> list[Record]:
+    """For one plain process."""
+    return [run_reference(_with_reference(job, turbo=False), world, batches) for job, world, batches in jobs]
+
+
+def stock_ranks(jobs: list[Preference]) -> list[list[dict[str, Any]]]:
+    """Rank function: stock TRL, data parallel, on the same ranks; returns the logs."""
+    result = []
+    for job in jobs:
+        forget_accelerate()
+        trainer = build_trainer(_with_reference(job, turbo=False), turbo=False, ddp_find_unused_parameters=True)
+        trainer.train()
+        if job.run.eval_data is not None:
+            trainer.evaluate()
+        result.append(list(trainer.state.log_history))
+    return result
+
+
+def against_one_process(
+    jobs: dict[str, Preference], world_size: int, timeout: float = 250
+) -> dict[str, tuple[Record, Record]]:
+    """All jobs in one spawn, then their references in one plain process; as ``reference_run.sharded_and_reference``."""
+    from tests.support.spawn import run_plain, run_ranks
+
+    by_rank = run_ranks(turbo_ranks, world_size, list(jobs.values()), timeout=timeout)
+    merged = [merge_batches([records[index] for records in by_rank]) for index in range(len(jobs))]
+    work = [(job, world_size, batches) for job, batches in zip(jobs.values(), merged, strict=True)]
+    references = run_plain(plain_references, work, timeout=timeout)
+    for index, record in enumerate(by_rank[0]):
+        record.extra["ranks"] = [records[index] for records in by_rank]
+    return dict(zip(jobs, zip(by_rank[0], references, strict=True), strict=True))
+
+
+def values(logs: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Logs without wall-clock entries."""
+    return [{k: float(v) for k, v in log.items() if not any(t in k for t in TIMES)} for log in logs]
