@@ -25,7 +25,7 @@ class FSDPTurboDPOConfig(FSDPTurboArguments, DPOConfig):
 
 
 class FSDPTurboDPOTrainer(FSDPTurboTrainerMixin, DPOTrainer):
-    """``trl.DPOTrainer`` with experts spread over ranks; ``ref_model`` may also be a path, and is sharded like the policy."""
+    """``trl.DPOTrainer`` with experts spread over ranks; ``ref_model`` may be a path too, and is sharded."""
 
 
 @dataclass
@@ -34,4 +34,4 @@ class FSDPTurboRewardConfig(FSDPTurboArguments, RewardConfig):
 
 
 class FSDPTurboRewardTrainer(FSDPTurboTrainerMixin, RewardTrainer):
-    """``trl.RewardTrainer`` with experts spread over ranks; a fresh ``score`` head starts as it does in one process."""
+    """``trl.RewardTrainer`` with experts spread over ranks; a fresh ``score`` head starts as in one process."""

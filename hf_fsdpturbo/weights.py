@@ -100,10 +100,10 @@ def same_random_state(device: torch.device) -> Iterator[None]:
 
 
 def draw_heads_whole(model: nn.Module) -> None:
-    """Make Transformers initialise a fresh task head as one process would: every rank draws it whole and keeps its slice.
+    """Make Transformers initialise a fresh task head as one process does: every rank draws it whole, keeps its slice.
 
-    Left alone, each rank draws its own shard: a head that differs from one process's, and from rank to rank where it is
-    replicated. Undo with ``del model._init_weights``.
+    Left alone, each rank draws its own shard: a head that differs from one process's, and from rank to rank where it
+    is replicated. Undo with ``del model._init_weights``.
     """
     own = cast(Any, model)._init_weights
     heads = {module for name, module in model.named_modules() if f"{name}.".startswith(FRESH_HEADS)}

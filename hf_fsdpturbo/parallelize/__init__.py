@@ -144,11 +144,9 @@ def parallelize_model(
     report.expert_modules, report.ignored_parameters = len(counts), len(ignored)
     report.expert_parameters = sum(parameter.numel() for parameter in ignored)
     free = _ignored_parameters(model, params.fsdp_ignored_modules) - ignored
-    report.dense_units = len(
-        outer_fully_shard(
-            model, state.dense_mesh, ignored=ignored | free, options=options, root_options=_root_options(model, options)
-        )
-    )
+    root = _root_options(model, options)
+    units = outer_fully_shard(model, state.dense_mesh, ignored=ignored | free, options=options, root_options=root)
+    report.dense_units = len(units)
     check_ownership(model, free)
     model._is_accelerate_prepared = True  # accelerate then passes it through untouched: no DDP, no autocast, no .to()
     return model, report

@@ -1,4 +1,4 @@
-"""The reference model of preference trainers (DPO, KTO): sharded like the policy however it is given, never whole on a rank."""
+"""The reference model of preference trainers (DPO, KTO): sharded like the policy, however it is given."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
 
 
 def add_reference(
-    trainer_class: type, bound: inspect.BoundArguments, config: FSDPTurboArguments, state: FSDPTurboParallelState | None
+    trainer_class: type,
+    bound: inspect.BoundArguments,
+    config: FSDPTurboArguments,
+    state: FSDPTurboParallelState | None,
 ) -> None:
     """Replace ``ref_model`` in the trainer's arguments by a sharded model; call it before the policy is sharded.
 
@@ -38,14 +41,15 @@ def add_reference(
     if reference is None:
         if _needs_none(given, config):
             return
-        reference = policy if isinstance(policy, str) else getattr(getattr(policy, "config", None), "_name_or_path", "")
+        policy_config = getattr(policy, "config", None)
+        reference = policy if isinstance(policy, str) else getattr(policy_config, "_name_or_path", "")
         if not reference:
             raise ValueError(
-                "ref_model is None, but model is an object that was not loaded from a path (config._name_or_path is empty), "
-                "so there is nothing to load the reference from. Pass ref_model (a path or another model object)."
+                "ref_model is None, but model is an object that was not loaded from a path (config._name_or_path is "
+                "empty): there is nothing to load the reference from. Pass ref_model (a path or another model object)."
             )
     if reference is policy and not isinstance(policy, str):
-        raise ValueError("ref_model and model are the same object. Leave ref_model out, or pass a path or another object.")
+        raise ValueError("ref_model and model are the same object. Leave ref_model out, or pass a path or another one.")
     if isinstance(reference, str):
         reference, _ = build_model(trainer_class, reference, config, state, defaults=_as_policy(policy))
     elif isinstance(reference, nn.Module):
@@ -68,15 +72,15 @@ def _as_policy(policy: Any) -> dict[str, Any]:
 
 
 def _reshard_after(module: nn.Module, args: Any, output: Any) -> None:
-    """No backward will free what a reference gathered: embedding and head would stay whole, and sync_ref_model fail on them."""
+    """No backward will free what a reference gathered: embedding and head would stay whole, and sync_ref_model fail."""
     reshard(module)
 
 
 def hash_shards(module: nn.Module) -> str:
     """Hash of a sharded model's weights: every rank its own shards, then all digests together; collective.
 
-    In place of ``trl.trainer.utils.hash_module`` (TRL 1.16), which calls ``.numpy()`` on DTensors. Can go when TRL hashes
-    DTensors itself.
+    In place of ``trl.trainer.utils.hash_module`` (TRL 1.16), which calls ``.numpy()`` on DTensors. Can go when TRL
+    hashes DTensors itself.
     """
     reshard(module)
     digest = hashlib.sha256()
@@ -91,7 +95,7 @@ def hash_shards(module: nn.Module) -> str:
 
 @contextlib.contextmanager
 def trainer_functions_replaced(trainer_class: type, **functions: Any) -> Iterator[None]:
-    """While open, the TRL modules of a trainer's classes see these functions under the given names, where they have such a name."""
+    """While open, the TRL modules of a trainer's classes see these functions, where they use such a name."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     for module_name in dict.fromkeys(c.__module__ for c in trainer_class.__mro__ if c.__module__.startswith("trl.")):
         names = vars(sys.modules[module_name])

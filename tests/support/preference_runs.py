@@ -1,4 +1,4 @@
-"""DPO and reward runs over `reference_run`: pairs of real text, a reference model in each form, stock TRL on the same ranks."""
+"""DPO and reward runs over `reference_run`: pairs of real text, each form of reference, stock TRL on the same ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,12 @@ def pairs(number: int, seed: int = 0) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Preference:
-    """A DPO or reward run and how its reference is given: "none", "path", "object", "precomputed"; ``reference`` is its path."""
+    """A DPO or reward run.
+
+    Attributes:
+        how: how its reference is given: "none", "path", "object", "precomputed".
+        reference: path of the reference, for "path" and "object".
+    """
 
     run: Run
     how: str = "none"
@@ -80,7 +85,7 @@ def stock_ranks(jobs: list[Preference]) -> list[list[dict[str, Any]]]:
 def against_one_process(
     jobs: dict[str, Preference], world_size: int, timeout: float = 250
 ) -> dict[str, tuple[Record, Record]]:
-    """All jobs in one spawn, then their references in one plain process; as ``reference_run.sharded_and_reference``."""
+    """All jobs in one spawn, then their references in one plain process (as ``sharded_and_reference`` does)."""
     from tests.support.spawn import run_plain, run_ranks
 
     by_rank = run_ranks(turbo_ranks, world_size, list(jobs.values()), timeout=timeout)
