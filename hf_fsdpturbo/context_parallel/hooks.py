@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from accelerate import Accelerator
@@ -62,6 +63,7 @@ class ContextParallelHooks:
     """
 
     parallel_state: Any
+    args: Any
     accelerator: Any
     state: Any
 
@@ -72,7 +74,9 @@ class ContextParallelHooks:
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self._cp_size > 1:
-            self.accelerator.gather_for_metrics = GatherOnce(self.accelerator, self._cp_size)
+            once = GatherOnce(self.accelerator, self._cp_size)
+            self.accelerator.gather_for_metrics = once
+            self.gather_function = functools.partial(once, use_gather_object=self.args.eval_use_gather_object)
 
     def get_tp_size(self) -> int:
         """Ranks that hold the same batch and the same loss: divides token counts, loss scale, total batch size."""

@@ -1,7 +1,7 @@
 """Context parallelism of bare models: loss, logits and every gradient against one process, padded, packed and both.
 
-A packed batch is compared with its documents run one by one: a plain process is no reference there (linear attention and
-gpt_oss leak between documents packed by position_ids).
+A packed batch is compared with its documents run one by one: a plain process is no reference there (linear attention
+and gpt_oss leak between documents packed by position_ids).
 """
 
 import pytest
