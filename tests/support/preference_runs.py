@@ -1,4 +1,4 @@
-"""DPO and reward runs over `reference_run`: pairs of real text, each form of reference, stock TRL on the same ranks."""
+"""DPO and reward runs over `reference_run`: pairs of text, each form of reference, stock TRL on the same ranks."""
 
 from __future__ import annotations
 

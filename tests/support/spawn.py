@@ -81,6 +81,7 @@ def start_fork_server() -> None:
 def _child(
     module: str, name: str, args_blob: bytes, environment: dict[str, str], log_path: str, pipe: Connection
 ) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # else tqdm's lock is a named semaphore that outlives us
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -14,6 +14,7 @@ from typing import Any
 VOCAB_SIZE = 384
 HIDDEN, FFN, HEAD_DIM = 32, 16, 8
 FAMILIES = ("qwen3_moe", "qwen3_5_moe", "mixtral", "deepseek_v3", "gpt_oss")
+AUX = {"router_aux_loss_coef": 0.05}  # the usual 0.001 would hide a wrong factor below the tolerance
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -96,17 +97,17 @@ def tiny_config(
     }
     if kind == "qwen3_moe":
         own = {"num_experts": num_experts, "moe_intermediate_size": FFN, "intermediate_size": 2 * FFN}
-        return transformers.Qwen3MoeConfig(**{**common, **own, "norm_topk_prob": True, **overrides})
+        return transformers.Qwen3MoeConfig(**{**common, **own, **AUX, "norm_topk_prob": True, **overrides})
     if kind == "qwen3_5_moe":
-        return transformers.Qwen3_5MoeTextConfig(**{**common, **_qwen3_5(num_experts, layers), **overrides})
+        return transformers.Qwen3_5MoeTextConfig(**{**common, **AUX, **_qwen3_5(num_experts, layers), **overrides})
     if kind == "mixtral":
         own = {"num_local_experts": num_experts, "intermediate_size": FFN}
-        return transformers.MixtralConfig(**{**common, **own, **overrides})
+        return transformers.MixtralConfig(**{**common, **own, **AUX, **overrides})
     if kind == "deepseek_v3":
         return transformers.DeepseekV3Config(**{**common, **_deepseek_v3(num_experts), **overrides})
     if kind == "gpt_oss":
         own = {"num_local_experts": num_experts, "intermediate_size": FFN, "sliding_window": 16}
-        return transformers.GptOssConfig(**{**common, **own, **overrides})
+        return transformers.GptOssConfig(**{**common, **own, **AUX, **overrides})
     raise ValueError(f"kind={kind!r} is none of {FAMILIES}.")
 
 
@@ -147,7 +148,9 @@ def _deepseek_v3(num_experts: int) -> dict[str, Any]:
 def tiny_model(kind: str, *, dtype: str = "float32", seed: int = 0, **config: Any) -> Any:
     """A whole model of one family with seeded weights; ``config`` as in :func:`tiny_config`.
 
-    Norm weights, biases and correction biases are moved off their constant start, so that a wrong one is seen.
+    Norm weights, biases and correction biases are moved off their constant start, so that a wrong one is seen. The
+    decay rates of linear attention are made small: as initialised (up to 16) the state forgets everything in one token
+    and their own gradients are rounding noise.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -159,6 +162,8 @@ def tiny_model(kind: str, *, dtype: str = "float32", seed: int = 0, **config: An
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if name.endswith(("bias", "norm.weight", "layernorm.weight", "sinks")):
                     tensor.add_(0.02 * torch.randn_like(tensor))
+                if name.endswith("A_log"):
+                    tensor.uniform_(0.05, 0.5).log_()
     return model.to(getattr(torch, dtype))
 
 

@@ -1,0 +1,131 @@
+"""SFT through the trainer equals one plain process: loss, norm, every gradient, weights after three AdamW steps, fp32.
+
+Every layout is one spawn that does several runs; references replay the micro-batches the ranks saw.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.support.compare import compare
+from tests.support.reference_run import Run, sharded_and_reference
+from tests.support.tiny_models import VOCAB_SIZE, texts
+
+ACCUMULATE = {"gradient_accumulation_steps": 2}
+RECOMPUTE = {"gradient_checkpointing": True}
+PACK = {"packing": True, "max_length": 32}
+PADDING_FREE = {"padding_free": True, "max_length": None, "per_device_train_batch_size": 3}
+
+# layout -> (ranks, hf_fsdpturbo fields)
+LAYOUTS = {
+    "ep2": (2, {"ep_size": 2}),
+    "ep1": (2, {"ep_size": 1}),
+    "ep4": (4, {"ep_size": 4}),
+    "ep2_efsdp2": (4, {"ep_size": 2}),
+    "ep2_edp2": (4, {"ep_size": 2, "dist_config": {"efsdp_size": 1}}),
+    "hsdp2_ep2": (4, {"ep_size": 2, "mp_replicate_size": 2}),
+    "edp4": (4, {"ep_size": 1, "dist_config": {"efsdp_size": 1}}),
+}
+
+# layout -> run -> (family, training arguments, config of the tiny model)
+QWEN3_5 = ("qwen3_5_moe", {**ACCUMULATE, **RECOMPUTE}, {"layers": 4})
+RUNS: dict[str, dict[str, tuple[str, dict, dict]]] = {
+    "ep2": {
+        "padding": ("qwen3_moe", {}, {}),
+        "accumulation": ("qwen3_moe", ACCUMULATE, {}),
+        "packing": ("qwen3_moe", {**PACK, **ACCUMULATE}, {}),
+        "padding_free": ("qwen3_moe", PADDING_FREE, {}),
+        "recompute": ("qwen3_moe", {**RECOMPUTE, **ACCUMULATE}, {}),
+        "packing_recompute": ("qwen3_moe", {**PACK, **RECOMPUTE}, {}),
+        "unclipped": ("qwen3_moe", {"max_grad_norm": 0.0}, {}),
+        "kept_whole": ("qwen3_moe", ACCUMULATE, {}),
+        "qwen3_5": ("qwen3_5_moe", {}, {"layers": 4}),
+        "qwen3_5_accumulation_recompute": QWEN3_5,
+        "full_logits": ("qwen3_moe", {"label_smoothing_factor": 0.1}, {}),
+    },
+    "ep1": {
+        "padding": ("qwen3_moe", {}, {}),
+        "accumulation_recompute": ("qwen3_moe", {**ACCUMULATE, **RECOMPUTE}, {}),
+        "qwen3_5": ("qwen3_5_moe", {}, {"layers": 4}),
+    },
+    "ep4": {
+        "accumulation": ("qwen3_moe", ACCUMULATE, {}),
+        "packing": ("qwen3_moe", PACK, {}),
+        "qwen3_5": QWEN3_5,
+    },
+    "ep2_efsdp2": {
+        "accumulation_recompute": ("qwen3_moe", {**ACCUMULATE, **RECOMPUTE}, {}),
+        "qwen3_5": ("qwen3_5_moe", {}, {"layers": 4}),
+        "gpt_oss": ("gpt_oss", ACCUMULATE, {}),
+        # one expert a rank, cut over two: input dims are sharded, and a bias shard is empty
+        "gpt_oss_one_expert": ("gpt_oss", RECOMPUTE, {"num_experts": 2}),
+        "one_expert": ("qwen3_moe", ACCUMULATE, {"num_experts": 2, "top_k": 1}),
+    },
+    "ep2_edp2": {
+        "accumulation": ("qwen3_moe", ACCUMULATE, {}),
+        "qwen3_5": QWEN3_5,
+        "mixtral": ("mixtral", {}, {}),
+    },
+    "hsdp2_ep2": {
+        "accumulation_recompute": ("qwen3_moe", {**ACCUMULATE, **RECOMPUTE}, {}),
+        "qwen3_5": ("qwen3_5_moe", {}, {"layers": 4}),
+        "deepseek_v3": ("deepseek_v3", ACCUMULATE, {}),
+    },
+    "edp4": {
+        "padding": ("qwen3_moe", {}, {}),
+    },
+}
+MORE_TURBO = {"kept_whole": {"dist_config": {"reshard_after_forward": False}}}
+CASES = [(layout, name) for layout, runs in RUNS.items() for name in runs]
+
+
+@pytest.fixture(scope="module")
+def outcome(tiny):
+    """``outcome(layout) -> {run: (record, reference, None)}``, each layout once."""
+    done: dict[str, dict] = {}
+
+    def get(layout: str) -> dict:
+        if layout not in done:
+            world_size, turbo = LAYOUTS[layout]
+            data = {"text": texts(48)}
+            runs = {
+                name: Run(tiny(kind, **config), data, args, {**turbo, **MORE_TURBO.get(name, {})})
+                for name, (kind, args, config) in RUNS[layout].items()
+            }
+            done[layout] = sharded_and_reference(runs, world_size, timeout=200)
+        return done[layout]
+
+    return get
+
+
+@pytest.mark.parametrize(("layout", "run"), CASES)
+def test_equals_one_process(outcome, layout: str, run: str):
+    record, reference, _ = outcome(layout)[run]
+    comparison = compare(record, reference)
+    print(comparison.report)
+    assert comparison, comparison.report
+    assert len(record.gradients) == 3
+    assert set(record.gradients[0]) == set(record.weights), "a parameter has no gradient"
+
+
+@pytest.mark.parametrize(("layout", "run"), CASES)
+def test_trains_on_something(outcome, layout: str, run: str):
+    """Uniform prediction at first; real, uneven token counts on every rank; weights that move."""
+    record, _, _ = outcome(layout)[run]
+    assert math.isclose(record.losses[0], math.log(VOCAB_SIZE), abs_tol=0.3)
+    counts = [[int((b["labels"] != -100).sum()) for b in rank.batches] for rank in record.extra["ranks"]]
+    assert min(map(min, counts)) > 5
+    assert "packing" in run or len({sum(c) for c in counts}) > 1, f"token counts are even: {counts}"
+    still = [n for n, w in record.weights.items() if (w == record.start_weights[n]).all()]
+    assert not still, f"did not move: {still}"
+
+
+@pytest.mark.parametrize(("layout", "run"), CASES)
+def test_logged_metrics_equal_one_process(outcome, layout: str, run: str):
+    """What TRL logs beside the loss, where it is a plain count or mean."""
+    record, reference, _ = outcome(layout)[run]
+    for key in ("num_tokens", "aux_loss"):
+        mine = [log[key] for log in record.log_history if key in log]
+        assert mine == pytest.approx([log[key] for log in reference.log_history if key in log], rel=1e-5), key
