@@ -83,12 +83,13 @@ class RoutingPlan:
 
 
 def _gather_counts(totals: list[Tensor], group: ProcessGroup) -> GatheredCounts:
-    mine = torch.stack(totals).unsqueeze(0)
-    device_table = mine.new_empty((dist.get_world_size(group), *mine.shape[1:]))
+    # An all-to-all of equal copies is an all-gather, under a name that no torch release deprecates.
+    mine = torch.stack(totals).expand(dist.get_world_size(group), -1, -1).contiguous()
+    device_table = torch.empty_like(mine)
     on_host = mine.device.type == "cpu"
     host_table = device_table if on_host else torch.empty_like(device_table, device="cpu", pin_memory=True)
     with beside(mine.device, mine, device_table) as block:
-        dist.all_gather_into_tensor(device_table, mine, group=group)
+        dist.all_to_all_single(device_table, mine, group=group)
         if not on_host:
             host_table.copy_(device_table, non_blocking=True)
     return GatheredCounts(device_table, host_table, block.work)
