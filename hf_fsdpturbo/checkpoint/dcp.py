@@ -6,8 +6,10 @@ numbers) lies beside it in ``optimizer.json``. Names are those of the unsharded 
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from hf_fsdpturbo.checkpoint.agreement import FAILURES, agree, rank, together, world_size
+from hf_fsdpturbo.checkpoint.agreement import FAILURES, agree, together, world_size
 from hf_fsdpturbo.checkpoint.commit import read_json, write_json
 from hf_fsdpturbo.checkpoint.hub import reshard
 
@@ -108,6 +110,14 @@ def gather_state(
     return state
 
 
+@contextlib.contextmanager
+def _without_notice() -> Iterator[None]:
+    """In one process DCP announces that it is in one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
 def save(state: dict[str, Tensor], directory: str) -> None:
     """Write all tensors; collective.
 
@@ -116,7 +126,8 @@ def save(state: dict[str, Tensor], directory: str) -> None:
     """
     error: BaseException | None = None
     try:
-        dcp.save(state, storage_writer=FileSystemWriter(directory), no_dist=world_size() == 1)
+        with _without_notice():
+            dcp.save(state, storage_writer=FileSystemWriter(directory), no_dist=world_size() == 1)
     except FAILURES as caught:
         error = caught
     agree(error, f"writing {directory}")
@@ -205,7 +216,8 @@ def read_into(directory: str, state: dict[str, Tensor]) -> None:
     """
     error: BaseException | None = None
     try:
-        dcp.load(dict(state), storage_reader=FileSystemReader(directory), no_dist=world_size() == 1)
+        with _without_notice():
+            dcp.load(dict(state), storage_reader=FileSystemReader(directory), no_dist=world_size() == 1)
     except FAILURES as caught:
         error = caught
     agree(error, f"reading {directory}")
@@ -280,8 +292,3 @@ def _keep_saved(
         elif parameter in optimizer.state:
             optimizer.state[parameter].update(facts["plain_state"].get(name, {}))
     return optimizer_tensors(model, optimizer)
-
-
-def is_writer() -> bool:
-    """Whether this rank writes what one rank writes."""
-    return rank() == 0

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdpturbo.checkpoint import adapters, commit, dcp, facts
+from hf_fsdpturbo.checkpoint import adapters, commit, dcp, facts, scheduler
 from hf_fsdpturbo.checkpoint.agreement import FAILURES, CheckpointError, agree, rank, together, world_size
 from hf_fsdpturbo.checkpoint.background import BackgroundSave
 from hf_fsdpturbo.checkpoint.hub import export_model
@@ -236,10 +236,13 @@ class CheckpointHooks:
         if checkpoint is None:
             return
         directory, described = os.path.join(checkpoint, dcp.DCP_DIR), os.path.join(checkpoint, dcp.OPTIMIZER_JSON)
-        dcp.load_optimizer(directory, described, self.model, dcp.unwrap_optimizer(self.optimizer))
+        optimizer = dcp.unwrap_optimizer(self.optimizer)
+        dcp.load_optimizer(directory, described, self.model, optimizer)
         with together(f"reading {SCHEDULER}"):
-            scheduler = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
-            self.lr_scheduler.load_state_dict(scheduler)
+            state = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
+            groups = commit.read_json(described)["groups"]
+            sources = scheduler.group_sources(groups, self.model, optimizer)
+            self.lr_scheduler.load_state_dict(scheduler.follow_groups(state, len(groups), sources))
 
     def _load_best_model(self) -> None:
         """Fill the model from the best checkpoint, which may hold shards, Hub weights or an adapter."""

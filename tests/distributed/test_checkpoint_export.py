@@ -69,6 +69,8 @@ def test_names_bits_and_reload(tmp_path, layout):
     experts = 4 if "input dim" in layout else 8
     cases, sources = [], {}
     for case, options in CASES.items():
+        if case == "gpt_oss" and experts == 4:
+            continue  # its biases cannot be cut below one expert
         sources[case] = save_tiny(case.split()[0], tmp_path / f"{case} source", num_experts=experts, **options)
         dtype = options.get("dtype", "float32")
         run = make_run(sources[case], turbo, model_kwargs={"dtype": dtype})
