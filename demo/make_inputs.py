@@ -23,13 +23,16 @@ NUM_TEST = 32
 
 
 def passages() -> list[dict[str, str]]:
-    """Prompt-completion rows in TRL's format: the prompt names the topic, the completion is a passage about it."""
+    """Prompt-completion rows in TRL's format: the prompt names the topic, the completion is a passage about it.
+
+    The blank line between them belongs to the completion: no token reaches over the boundary then.
+    """
     rows = []
     for topic, text in topics.items():
         passage = ""
         for paragraph in [*text.strip().split("\n\n"), None]:
             if passage and (paragraph is None or len(passage) + len(paragraph) > PASSAGE_CHARS):
-                rows.append({"prompt": f"# {topic}\n\n", "completion": passage})
+                rows.append({"prompt": f"# {topic}", "completion": f"\n\n{passage}"})
                 passage = ""
             if paragraph is not None:
                 passage += ("\n\n" if passage else "") + paragraph

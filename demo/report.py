@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402  (the backend has to be chosen first: there may be no display)
 
-PROMPT = "# lambda\n\n"
+PROMPT = "# lambda"
 # float32 sums in another order, on another number of processes: a few 1e-6. A wrong weight moves them by 1e-2 or so.
 TOLERANCE = 1e-4
 
@@ -36,7 +36,7 @@ def plot_loss(history: list[dict[str, float]], path: Path) -> None:
     for key, label, style in (("loss", "training", "-"), ("eval_loss", "held-out passages", "o--")):
         points = [(row["step"], row[key]) for row in history if key in row]
         axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="optimizer step", ylabel="cross entropy (nats per token)", title="Qwen3-MoE, 8 experts, EP 2, CPU")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="Qwen3-MoE, 8 experts, EP 2, CPU")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
