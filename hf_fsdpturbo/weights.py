@@ -109,14 +109,14 @@ def draw_heads_whole(model: nn.Module) -> None:
     heads = {module for name, module in model.named_modules() if f"{name}.".startswith(FRESH_HEADS)}
 
     def init_weights(module: nn.Module) -> None:
-        sharded = {n: p for n, p in module._parameters.items() if module in heads and isinstance(p, DTensor)}
-        sharded = {n: p for n, p in sharded.items() if not getattr(p, "_is_hf_initialized", False)}
-        for name, parameter in sharded.items():
+        own_parameters = dict(module.named_parameters(recurse=False)) if module in heads else {}
+        fresh = {n: p for n, p in own_parameters.items() if not getattr(p, "_is_hf_initialized", False)}
+        for name, parameter in fresh.items():
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             module._parameters[name] = nn.Parameter(whole, requires_grad=False)
         own(module)
-        for name, parameter in sharded.items():
-            copy_full_tensor_(parameter, cast(Tensor, module._parameters[name]))
+        for name, parameter in fresh.items():
+            copy_full_tensor_(parameter, module.get_parameter(name))
             module._parameters[name] = parameter
 
     cast(Any, model)._init_weights = init_weights

@@ -49,7 +49,7 @@ def add_reference(
                 "empty): there is nothing to load the reference from. Pass ref_model (a path or another model object)."
             )
     if reference is policy and not isinstance(policy, str):
-        raise ValueError("ref_model and model are the same object. Leave ref_model out, or pass a path or another one.")
+        raise ValueError("ref_model and model are the same object. Leave ref_model out, or pass another one.")
     if isinstance(reference, str):
         reference, _ = build_model(trainer_class, reference, config, state, defaults=_as_policy(policy))
     elif isinstance(reference, nn.Module):
@@ -72,7 +72,7 @@ def _as_policy(policy: Any) -> dict[str, Any]:
 
 
 def _reshard_after(module: nn.Module, args: Any, output: Any) -> None:
-    """No backward will free what a reference gathered: embedding and head would stay whole, and sync_ref_model fail."""
+    """No backward will free what a reference gathered: embedding and head would stay whole, sync_ref_model fail."""
     reshard(module)
 
 
