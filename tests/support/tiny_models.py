@@ -148,9 +148,10 @@ def _deepseek_v3(num_experts: int) -> dict[str, Any]:
 def tiny_model(kind: str, *, dtype: str = "float32", seed: int = 0, **config: Any) -> Any:
     """A whole model of one family with seeded weights; ``config`` as in :func:`tiny_config`.
 
-    Norm weights, biases and correction biases are moved off their constant start, so that a wrong one is seen. The
-    decay rates of linear attention are made small: as initialised (up to 16) the state forgets everything in one token
-    and their own gradients are rounding noise.
+    Norm weights, biases and correction biases are moved off their constant start, so that a wrong one is seen. Two things
+    are made well conditioned for comparisons: norm weights that start at zero (relative distances mean little there), and
+    the decay rates of linear attention (as initialised, up to 16, the state forgets everything in one token and their
+    own gradients are rounding noise).
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -162,6 +163,8 @@ def tiny_model(kind: str, *, dtype: str = "float32", seed: int = 0, **config: An
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if name.endswith(("bias", "norm.weight", "layernorm.weight", "sinks")):
                     tensor.add_(0.02 * torch.randn_like(tensor))
+                if name.endswith("norm.weight") and abs(float(tensor.mean())) < 0.1:
+                    tensor.add_(0.5)  # Qwen3.5's norms scale by 1 + weight
                 if name.endswith("A_log"):
                     tensor.uniform_(0.05, 0.5).log_()
     return model.to(getattr(torch, dtype))
