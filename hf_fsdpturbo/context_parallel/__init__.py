@@ -6,6 +6,7 @@
     linear_attention.py  the gated delta rule and its convolution
     exchange.py          the collectives
     checks.py            what cannot be exact is refused by name
+    documents.py         cp_size 1: masks for models that would let packed documents read each other
     hooks.py             what the trainer must count once
 """
 
@@ -18,12 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_fsdpturbo.context_parallel.boundary import install_boundary, text_models
 from hf_fsdpturbo.context_parallel.checks import check_model, requested_attention
+from hf_fsdpturbo.context_parallel.documents import keep_documents_apart
 from hf_fsdpturbo.context_parallel.linear_attention import conv_reach, install_linear_attention
 from hf_fsdpturbo.context_parallel.local_attention import KERNELS
 from hf_fsdpturbo.context_parallel.ulysses import register_attention
 from hf_fsdpturbo.kernels.rebinding import linear_attention_layers
 
-__all__ = ["check_model", "install"]
+__all__ = ["check_model", "install", "keep_documents_apart"]
 
 
 def install(model: Any, cp_mesh: DeviceMesh) -> Callable[[], None]:

@@ -149,7 +149,7 @@ def cut(whole: Tensor, plan: SequencePlan, length: int, dim: int) -> Tensor:
 
 def join_outputs(outputs: Any, plan: SequencePlan, length: int) -> Any:
     """Whole-sequence tensors in a base model's output: ``last_hidden_state``, ``router_logits``, ``hidden_states``."""
-    outputs["last_hidden_state"] = gather_sequence(outputs["last_hidden_state"], plan.group)[:, :length]
+    outputs["last_hidden_state"] = gather_sequence(outputs["last_hidden_state"], plan.cp_group)[:, :length]
     for name in ("router_logits", "hidden_states"):
         if outputs.get(name) is not None:
             outputs[name] = _join_layers(outputs[name], plan, length)
@@ -159,7 +159,7 @@ def join_outputs(outputs: Any, plan: SequencePlan, length: int) -> Any:
 def _join_layers(layers: tuple[Tensor, ...], plan: SequencePlan, length: int) -> tuple[Tensor, ...]:
     """One collective for the tensors of all layers, ``[B, s, X]`` or ``[B * s, X]`` each; shape kept, s becomes S."""
     rows = [x.reshape(plan.batch, plan.length // plan.size, -1) for x in layers]
-    whole = gather_sequence(torch.cat(rows, dim=-1), plan.group)[:, :length]
+    whole = gather_sequence(torch.cat(rows, dim=-1), plan.cp_group)[:, :length]
     parts = whole.split([x.shape[-1] for x in rows], dim=-1)
     return tuple(
         part.reshape(plan.batch * length, -1) if x.ndim == 2 else part for part, x in zip(parts, layers, strict=True)

@@ -49,7 +49,7 @@ def with_halo(conv: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return conv(hidden_states, weight, bias, activation=activation, **keywords)
         keywords = {n: x for n, x in keywords.items() if n not in _IN_THE_PLAN}
         width = weight.shape[-1] - 1
-        before = columns_before(hidden_states, width, plan.group)
+        before = columns_before(hidden_states, width, plan.cp_group)
         documents = plan.once(("halo", width), lambda: _halo_documents(plan, width))
         if documents is not None:
             keywords["documents"] = documents
@@ -77,7 +77,7 @@ def with_whole_heads(rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., t
         if plan.documents is not None:
             keywords["documents"] = plan.documents
         out, state = rule(*parts[:3], g=parts[3].squeeze(-1), beta=parts[4].squeeze(-1), **keywords)
-        return heads_to_sequence(out, plan.group), state
+        return heads_to_sequence(out, plan.cp_group), state
 
     return rule_on_whole_heads
 
@@ -87,7 +87,7 @@ def _exchange(tensors: list[Tensor], plan: SequencePlan) -> list[Tensor]:
     out: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(x.dtype for x in tensors):
         places = [i for i, x in enumerate(tensors) if x.dtype == dtype]
-        moved = sequence_to_heads([tensors[i] for i in places], plan.group)
+        moved = sequence_to_heads([tensors[i] for i in places], plan.cp_group)
         out.update(zip(places, moved, strict=True))
     return [out[i] for i in range(len(tensors))]
 

@@ -147,14 +147,15 @@ def flex(query: Tensor, key: Tensor, value: Tensor, plan: SequencePlan, call: Ca
     """Flex attention with one block mask a step and window."""
     from transformers.integrations.flex_attention import flex_attention_forward
 
-    block_mask = plan.once(("blocks", call.window), lambda: _block_mask(plan, call.window))
+    blocks = plan.once(("blocks", call.window), lambda: block_mask(plan, call.window))
     out, _ = flex_attention_forward(
-        call.module, query, key, value, block_mask, scaling=call.scaling, softcap=call.softcap, s_aux=call.sinks
+        call.module, query, key, value, blocks, scaling=call.scaling, softcap=call.softcap, s_aux=call.sinks
     )
     return out
 
 
-def _block_mask(plan: SequencePlan, window: int | None) -> Any:
+def block_mask(plan: SequencePlan, window: int | None) -> Any:
+    """Flex attention's ``BlockMask`` of the whole sequence."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     ids = None if plan.documents is None else plan.documents.ids

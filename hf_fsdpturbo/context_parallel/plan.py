@@ -27,14 +27,14 @@ class SequencePlan:
     """One forward's sequence as all cp ranks see it.
 
     Attributes:
-        group, size, rank: the cp group and this rank's place in it.
+        group, size, rank: the cp group and this rank's place in it; None, 1, 0 without context parallelism.
         batch, length: B, and S padded to a multiple of ``size``.
         valid: ``[B, S]`` bool where attention must not read some keys; None where being causal is enough (no padding,
             or padding at the end of every row only, which nothing before it can see).
         documents: of the whole sequence; None where every row is one document.
     """
 
-    group: ProcessGroup
+    group: ProcessGroup | None
     size: int
     rank: int
     batch: int
@@ -43,6 +43,12 @@ class SequencePlan:
     documents: Documents | None
     device: torch.device
     _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def cp_group(self) -> ProcessGroup:
+        """The group, where there must be one."""
+        assert self.group is not None
+        return self.group
 
     @property
     def local(self) -> slice:
@@ -93,7 +99,7 @@ class SequencePlan:
 
 
 def make_plan(
-    group: ProcessGroup,
+    group: ProcessGroup | None,
     batch: int,
     length: int,
     device: torch.device,
@@ -111,7 +117,9 @@ def make_plan(
         attention_mask: ``[B, length]``, 0 at padding.
         position_ids, cu_seq_lens_q, seq_idx: where documents begin, see ``kernels.documents.derive_documents``.
     """
-    size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    size, rank = 1, 0
+    if group is not None:
+        size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     part = max(-(-length // size), least_slice)
     extra = part * size - length
     documents = derive_documents(

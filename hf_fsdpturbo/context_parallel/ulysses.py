@@ -40,7 +40,7 @@ def spread_heads(query: Tensor, key: Tensor, value: Tensor, plan: SequencePlan) 
     copies = head_copies(key.shape[2], plan.size)
     if copies > 1:
         key, value = key.repeat_interleave(copies, 2), value.repeat_interleave(copies, 2)
-    return sequence_to_heads([query, key, value], plan.group)
+    return sequence_to_heads([query, key, value], plan.cp_group)
 
 
 def _check_call(module: nn.Module, name: str, kernel: Kernel, mask: Any, sinks: Any, keywords: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ def ulysses_attention(name: str) -> Callable[..., tuple[Tensor, None]]:
         extra = {n: x for n, x in keywords.items() if n not in _NOT_PASSED_ON}
         call = Call(module, scaling, sliding_window, sinks, softcap, extra)
         out = kernel.run(*(x.transpose(1, 2) for x in (q, k, v)), plan, call)
-        return heads_to_sequence(out, plan.group), None
+        return heads_to_sequence(out, plan.cp_group), None
 
     return attention
 

@@ -130,6 +130,8 @@ def parallelize_model(
     report.kernels = apply_kernels(model, args.kernel_params, state.device_type)
     if state.topology.cp_size > 1:
         context_parallel.install(model, state.cp_mesh)
+    else:
+        context_parallel.keep_documents_apart(model)
     options = fsdp_options(args)
     if params.ep_backend == "fsdp_turbo" and counts:
         report.notes += _route_upstream(model, counts, args, state)
@@ -176,6 +178,7 @@ def prepare_one_process(model: PreTrainedModel, args: FSDPTurboArguments, topolo
     """Kernels and routing tape of a run of one process; nothing is sharded, accelerate prepares the model as usual."""
     report = ShardingReport(topology.to_dict(), "none")
     report.kernels = apply_kernels(model, args.kernel_params, args.device.type)
+    context_parallel.keep_documents_apart(model)
     install_routing_tape(model)
     return report
 

@@ -1,0 +1,95 @@
+"""Packed documents without context parallelism: masks for the models that build theirs without looking at positions.
+
+Most models pass ``position_ids`` to Transformers' mask functions, which then keep packed documents apart; some
+(gpt_oss, afmoe in 5.24) do not, and every document reads the ones before it in the row. They take a prepared mask per
+kind of layer instead, so that is what they get for a packed batch. Flash attention finds the documents by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_fsdpturbo.context_parallel.boundary import text_models
+from hf_fsdpturbo.context_parallel.local_attention import block_mask
+from hf_fsdpturbo.context_parallel.plan import SequencePlan, make_plan
+
+KINDS = {"full_attention", "sliding_attention"}
+KERNELS_WITH_MASKS = ("sdpa", "eager", "flex_attention")
+
+
+def masks_ignore_documents(module: nn.Module) -> bool:
+    """Whether a base model makes its masks from the padding mask alone, and takes prepared ones by layer type."""
+    function = inspect.unwrap(type(module).forward)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    given: list[set[Any]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            given.append({key.value for key in node.keys if isinstance(key, ast.Constant)})
+        elif isinstance(node, ast.Call):
+            given.append({keyword.arg for keyword in node.keywords})
+    for_masks = [names for names in given if {"attention_mask", "inputs_embeds", "config"} <= names]
+    takes_prepared = any(KINDS & names for names in given)
+    return bool(for_masks) and takes_prepared and not any("position_ids" in names for names in for_masks)
+
+
+def _mask(plan: SequencePlan, kernel: str, window: int | None, like: Tensor) -> Any:
+    if kernel == "sdpa":
+        return plan.mask(window)
+    return plan.additive_mask(window, like.dtype) if kernel == "eager" else block_mask(plan, window)
+
+
+def keep_documents_apart(model: nn.Module) -> Callable[[], None] | None:
+    """Give packed batches masks of their own where the model would let documents read each other; returns the undo.
+
+    Returns None, and does nothing, for models that need no help.
+    """
+    bases = [base for base in text_models(model) if masks_ignore_documents(base)]
+    undos = [
+        base.register_forward_pre_hook(_hook(inspect.signature(type(base).forward)), with_kwargs=True).remove
+        for base in bases
+    ]
+
+    def undo() -> None:
+        for remove in undos:
+            remove()
+
+    return undo if undos else None
+
+
+def _hook(signature: inspect.Signature) -> Callable[..., Any]:
+    def before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        config = module.config
+        given = {**kwargs, **signature.bind_partial(module, *args, **kwargs).arguments}
+        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        mask = given.get("attention_mask")
+        if tokens is None or given.get("cache") is not None or config._attn_implementation not in KERNELS_WITH_MASKS:
+            return None
+        if not (mask is None or isinstance(mask, Tensor) and mask.ndim == 2):
+            return None  # prepared by the caller
+        plan = make_plan(
+            None,
+            tokens.shape[0],
+            tokens.shape[1],
+            tokens.device,
+            attention_mask=mask,
+            position_ids=given.get("position_ids"),
+            cu_seq_lens_q=kwargs.get("cu_seq_lens_q"),
+            seq_idx=kwargs.get("seq_idx"),
+        )
+        if plan.documents is None:
+            return None
+        like = module.get_input_embeddings().weight
+        windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+        masks = {
+            kind: _mask(plan, config._attn_implementation, windows[kind], like) for kind in set(config.layer_types)
+        }
+        named = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
+        return (), {**named, **given.get("kwargs", {}), "attention_mask": masks, "use_cache": False}
+
+    return before_forward
