@@ -35,14 +35,15 @@ _UNROLL_LIMIT = 16  # K up to which copies of a row are issued together
 # Note [Counting sort]
 # A block compares its pairs with each other (128 x 128), which gives each pair its rank among the block's pairs of the
 # same expert; the last of each kind writes the block's count. One cumulative sum over blocks makes the ranks global.
-# Stable, hence deterministic, and free of atomics. Rows per destination rank are counted the same way, each token once
-# a destination; a row rank is stored as -1 - rank for pairs that are not the first of their row.
+# Stable, hence deterministic, and free of atomics. Rows per destination rank are counted token by token, each token
+# once
+# a destination (comparing all pairs of a block for it took ten times as long); a row rank is stored as -1 - rank for
+# pairs that are not the first of their row.
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _count_kernel(
-    index_ptr, rank_ptr, row_ptr, count_ptr, num_pairs, top_k, num_local, num_experts, num_blocks,
-    PAIRS: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr,
+    index_ptr, rank_ptr, count_ptr, num_pairs, num_experts, num_blocks, PAIRS: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     lane = tl.arange(0, B)
@@ -56,18 +57,28 @@ def _count_kernel(
     last = tl.sum((same & later).to(tl.int32), 1) == 0
     tl.store(rank_ptr + pair, rank, mask=valid)
     tl.store(count_ptr + expert * num_blocks + block, rank + 1, mask=valid & last)
-    if ROWS:
-        owner = expert // num_local
-        token = pair // top_k
-        same_owner = owner[:, None] == owner[None, :]
-        same_row = same_owner & (token[:, None] == token[None, :])
-        first = tl.sum((same_row & earlier).to(tl.int32), 1) == 0
-        first_too = tl.sum((same_row & later).to(tl.int32), 0) == 0  # the same fact, laid out along the other dim
-        before = same_owner & first_too[None, :] & (token[None, :] < token[:, None])
-        row = tl.sum(before.to(tl.int32), 1)
-        last_row = tl.sum((same_owner & later).to(tl.int32), 1) == 0
-        tl.store(row_ptr + pair, tl.where(first, row, -1 - row), mask=valid)
-        tl.store(count_ptr + (num_experts + owner) * num_blocks + block, row + 1, mask=valid & last_row)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
+def _row_kernel(
+    index_ptr, row_ptr, count_ptr, num_tokens, num_local, num_experts, num_blocks,
+    TOKENS: tl.constexpr, TB: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, P: tl.constexpr, P2: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    lane, k, p = tl.arange(0, TB), tl.arange(0, K2), tl.arange(0, P2)
+    token = block * TOKENS + lane
+    valid = ((lane < TOKENS) & (token < num_tokens))[:, None] & (k < K)[None, :]
+    pair = token[:, None] * K + k[None, :]
+    expert = tl.load(index_ptr + pair, mask=valid, other=0).to(tl.int32)
+    owner = tl.where(valid, expert // num_local, P2)
+    again = (owner[:, :, None] == owner[:, None, :]) & (k[None, :] < k[:, None])[None, :, :]
+    first = tl.sum(again.to(tl.int32), 2) == 0
+    owned = owner[:, :, None] == p[None, None, :]
+    hit = tl.max(owned.to(tl.int32), 1)
+    before = tl.cumsum(hit, 0) - hit
+    row = tl.sum(tl.where(owned, before[:, None, :], 0), 2)
+    tl.store(row_ptr + pair, tl.where(first, row, -1 - row), mask=valid)
+    tl.store(count_ptr + (num_experts + p) * num_blocks + block, tl.sum(hit, 0), mask=p < P)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
@@ -254,7 +265,7 @@ def _acc(dtype: torch.dtype) -> tl.dtype:
 
 
 def count_routing(index_TK: Tensor, num_experts: int, ep_size: int) -> Routing:
-    """See :class:`hf_fsdpturbo.ops.OpSet` and Note [Counting sort]. Three launches."""
+    """See :class:`hf_fsdpturbo.ops.OpSet` and Note [Counting sort]. Four launches."""
     tokens, top_k = index_TK.shape
     index_TK = index_TK.contiguous()
     num_pairs, num_local = tokens * top_k, num_experts // ep_size
@@ -264,8 +275,14 @@ def count_routing(index_TK: Tensor, num_experts: int, ep_size: int) -> Routing:
     count = torch.zeros((num_experts + ep_size, num_blocks), dtype=torch.int32, device=index_TK.device)
     if num_pairs:
         _count_kernel[(num_blocks,)](
-            index_TK, rank, row, count, num_pairs, top_k, num_local, num_experts, num_blocks,
-            PAIRS=pairs_per_block, B=triton.next_power_of_2(pairs_per_block), ROWS=ep_size > 1, num_warps=8,
+            index_TK, rank, count, num_pairs, num_experts, num_blocks,
+            PAIRS=pairs_per_block, B=triton.next_power_of_2(pairs_per_block), num_warps=8,
+        )  # fmt: skip
+    if num_pairs and ep_size > 1:
+        _row_kernel[(num_blocks,)](
+            index_TK, row, count, tokens, num_local, num_experts, num_blocks,
+            TOKENS=pairs_per_block // top_k, TB=triton.next_power_of_2(pairs_per_block // top_k),
+            K=top_k, K2=triton.next_power_of_2(top_k), P=ep_size, P2=triton.next_power_of_2(ep_size),
         )  # fmt: skip
     cumulative = count.cumsum(1, dtype=torch.int32)
     if num_pairs:

@@ -137,9 +137,7 @@ def parallelize_model(
         report.notes += _route_upstream(model, counts, args, state)
     else:
         for name, num_experts in counts.items():
-            route_experts(
-                model.get_submodule(name), num_experts, params.ep_dispatcher, state, expert_options(options)
-            )
+            route_experts(model.get_submodule(name), num_experts, params.ep_dispatcher, state, options)
         install_routing_tape(model)
     ignored = {parameter for name in counts for parameter in model.get_submodule(name).parameters()}
     report.num_experts = max(counts.values(), default=0)
@@ -170,7 +168,7 @@ def _route_upstream(
         params=params,
         divide_factor=factor,
         num_local_experts=counts[names[0]] // topology.ep_size,
-        options=expert_options(fsdp_options(args)),
+        options=expert_options(fsdp_options(args), model.get_submodule(names[0]), state),
     )
 
 

@@ -37,17 +37,24 @@ class RoutedForward:
         return output_TD.view(hidden_states.shape).clone()
 
 
-def expert_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The same for experts, but their inputs keep their dtypes: routing weights may be float32 beside bf16 rows."""
-    policy = options["mp_policy"]
-    own = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
-    return {**options, "mp_policy": own}
+def expert_options(options: dict[str, Any], module: nn.Module, state: FSDPTurboParallelState) -> dict[str, Any]:
+    """``fully_shard`` arguments for experts, from those of the outer units.
+
+    Inputs keep their dtypes: routing weights may be float32 beside bf16 rows. Where nothing is reduced (one rank holds
+    each expert) and weights are stored in the compute dtype, a float32 reduction would only copy: division rounds once
+    either way, so the gradients are the same bits.
+    """
+    policy, topology = options["mp_policy"], state.topology
+    reduced = topology.expert_shard_size * topology.edp_size > 1
+    stored = {parameter.dtype for parameter in module.parameters()}
+    reduce_dtype = policy.reduce_dtype if reduced or stored != {policy.param_dtype} else None
+    return {**options, "mp_policy": MixedPrecisionPolicy(policy.param_dtype, reduce_dtype, cast_forward_inputs=False)}
 
 
 def route_experts(
     module: nn.Module, num_experts: int, dispatcher: str, state: FSDPTurboParallelState, options: dict[str, Any]
 ) -> ModuleExperts:
-    """EP, dispatcher and EFSDP of one experts module."""
+    """EP, dispatcher and EFSDP of one experts module; ``options`` are those of the outer units."""
     topology = state.topology
     experts = shard_experts(module, state.ep_mesh, num_experts)
     group = state.ep_mesh.get_group() if topology.ep_size > 1 else None
@@ -57,6 +64,6 @@ def route_experts(
         state.expert_fsdp_mesh,
         num_local_experts=experts.num_local_experts,
         divide_factor=topology.dp_size * topology.cp_size,
-        options=options,
+        options=expert_options(options, module, state),
     )
     return experts

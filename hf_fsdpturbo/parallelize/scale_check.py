@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
-from hf_fsdpturbo.parallelize.routed_experts import expert_options, route_experts
+from hf_fsdpturbo.parallelize.routed_experts import route_experts
 
 WIDTH = 8
 
@@ -64,7 +64,7 @@ def check_gradient_scale(state: FSDPTurboParallelState, options: dict[str, Any])
 
     topology = state.topology
     experts = _ExpertProbe(topology.ep_size * topology.expert_shard_size).to(device)
-    route_experts(experts, experts.num_experts, "eager", state, expert_options(options))
+    route_experts(experts, experts.num_experts, "eager", state, options)
     count = topology.ep_size * topology.expert_shard_size
     dtype = options["mp_policy"].param_dtype or torch.float32
     rows = torch.full((1, WIDTH), value, device=device, dtype=dtype, requires_grad=True)
