@@ -26,7 +26,7 @@ fsdp_config:
   fsdp_reshard_after_forward: true
   fsdp_state_dict_type: SHARDED_STATE_DICT
   fsdp_cpu_ram_efficient_loading: false
-mixed_precision: {mixed_precision}
+mixed_precision: '{mixed_precision}'
 num_machines: 1
 num_processes: {processes}
 use_cpu: {use_cpu}

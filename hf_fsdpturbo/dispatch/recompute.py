@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -82,6 +82,17 @@ def record_or_replay(make: Callable[[], Value]) -> Value:
     """``make()``, or inside recompute what it returned in the forward. Without a tape just ``make()``."""
     tape = current_tape()
     return make() if tape is None else tape.record_or_replay(make)
+
+
+@contextlib.contextmanager
+def no_tape() -> Iterator[None]:
+    """Run a block that belongs to no checkpointed call, whatever surrounds it."""
+    outer = current_tape()
+    _active.tape = None
+    try:
+        yield
+    finally:
+        _active.tape = outer
 
 
 def tape_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ def device_name() -> str:
 
 def hccl_name(group: ProcessGroup) -> str:
     """Name of the HCCL communicator of a group, as MC2 operators want it."""
-    backend = group._get_backend(torch.device("npu"))
+    backend: Any = group._get_backend(torch.device("npu"))
     return str(backend.get_hccl_comm_name(torch.distributed.get_rank()))
 
 

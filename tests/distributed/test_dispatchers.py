@@ -1,12 +1,15 @@
 """Every dispatcher against one process with all experts: output and every gradient, over all routing corners."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from hf_fsdpturbo.dispatch import get_dispatcher
+from hf_fsdpturbo.dispatch import get_dispatcher, mc2
+from tests.support import npu_stand_in
 from tests.support.spawn import init_gloo, run_ranks
 
 HIDDEN, FFN = 16, 8
@@ -72,6 +75,11 @@ MODULES = {"qwen": qwen_experts, "gpt_oss": gpt_oss_experts}
 
 
 def make_dispatcher(name, group, num_experts):
+    if name == "mc2":
+        npu_stand_in.install()
+        dispatcher = mc2.Mc2Dispatcher(group, num_experts)
+        dispatcher._device_type = "npu"
+        return dispatcher
     if name == "domino over eager":
         from hf_fsdpturbo.dispatch.domino import DominoDispatcher
 
@@ -100,6 +108,17 @@ def one_process(module, inputs, frozen):
     if hidden.shape[0]:
         out.backward(gradient)
     return out.detach(), hidden.grad, weights.grad, {n: p.grad for n, p in module.named_parameters()}
+
+
+@contextlib.contextmanager
+def mc2_everywhere():
+    """The stand-in computes in float32 with K 1 to 8 on CPU; limits are tested in tests/unit/test_mc2.py."""
+    before = mc2.check_mc2
+    mc2.check_mc2 = lambda *args: None
+    try:
+        yield
+    finally:
+        mc2.check_mc2 = before
 
 
 def compare(name, corner, module_name="qwen", frozen=False, dtype=torch.float32):
@@ -167,3 +186,53 @@ def test_frozen_experts(name):
 def test_other_experts_run_their_own_forward(name):
     for results in run_ranks(_all_corners, 2, name, "gpt_oss", False, timeout=90):
         assert max(results.values()) < TOLERANCE, results
+
+
+def _mc2_corners():
+    init_gloo()
+    with mc2_everywhere():
+        return {corner: compare("mc2", corner) for corner in CORNERS}
+
+
+def test_mc2_over_its_stand_in():
+    """The operators' order of rows and counts, at their smallest group: eight ranks. Not the hardware."""
+    for results in run_ranks(_mc2_corners, 8, timeout=120):
+        assert max(results.values()) < TOLERANCE, results
+
+
+def _counts_of_exchanges(dispatcher, checkpointed):
+    """(exchanges of counts, exchanges of rows) in forward and backward of one layer on this rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.utils.checkpoint import checkpoint
+
+    from hf_fsdpturbo.dispatch.recompute import tape_contexts
+    from hf_fsdpturbo.sharding.expert_parallel import shard_experts
+
+    init_gloo()
+    seen = []
+    exchange = dist.all_to_all_single
+
+    def counting(output, rows, *args, **kwargs):
+        seen.append("counts" if not rows.is_floating_point() else "rows")
+        return exchange(output, rows, *args, **kwargs)
+
+    dist.all_to_all_single = counting
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    experts = shard_experts(qwen_experts(8), mesh, 8)
+    route = make_dispatcher(dispatcher, mesh.get_group(), 8)
+    hidden, index, weights, gradient = all_inputs(2, [12, 9], 2, 8, "random")[dist.get_rank()]
+    hidden.requires_grad_()
+    run = lambda x: route(x.sin(), index, weights, experts)  # noqa: E731
+    out = checkpoint(run, hidden, use_reentrant=False, context_fn=tape_contexts) if checkpointed else run(hidden)
+    out.backward(gradient)
+    return seen.count("counts"), seen.count("rows")
+
+
+@pytest.mark.parametrize(("dispatcher", "rows"), [("eager", 4), ("fused", 4), ("domino", 8)])
+def test_recompute_counts_nothing_again(dispatcher, rows):
+    """Forward: counts once, rows out and back. Backward: two exchanges a slice. Recompute: rows out again, and back
+    unless autograd stops early; never the counts."""
+    assert run_ranks(_counts_of_exchanges, 2, dispatcher, False) == [(1, rows)] * 2
+    for counts, exchanged in run_ranks(_counts_of_exchanges, 2, dispatcher, True):
+        assert counts == 1
+        assert exchanged <= rows + rows // 2

@@ -1,4 +1,5 @@
-"""Activation checkpointing under a router whose recompute would decide otherwise: noise on the logits, four-way ties."""
+"""Activation checkpointing under a router whose recompute would decide otherwise: noise on the logits, four-way
+ties."""
 
 import functools
 
