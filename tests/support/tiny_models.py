@@ -181,12 +181,42 @@ def save_tiny(
     seed: int = 0,
     tie: bool = False,
     max_shard_size: str = "5GB",
+    favour: dict[int, float] | None = None,
     **overrides: Any,
 ) -> str:
-    """Write a tiny checkpoint with its tokenizer, named as the family's released ones are; returns its path."""
+    """Write a tiny checkpoint with its tokenizer, named as the family's released ones are; returns its path.
+
+    Args:
+        kind: one of :data:`FAMILIES`.
+        max_shard_size: small ("20KB") gives several files and an index.
+        favour: see :func:`steer`.
+        overrides: config fields.
+    """
     model = tiny_model(
         kind, dtype=dtype, seed=seed, num_experts=num_experts, top_k=top_k, layers=layers, tie=tie, **overrides
     )
+    if favour:
+        steer(model, favour)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     tiny_tokenizer().save_pretrained(directory)
     return str(directory)
+
+
+def steer(model: Any, favour: dict[int, float]) -> None:
+    """Make every router favour experts: adds to expert ``e``'s score for every token (large negative: never chosen).
+
+    Through what the family has: a correction bias, a router bias, or (linear routers) an embedding dim that is the same
+    for all tokens and that the router reads. In place; the checkpoint saved from it routes so everywhere.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith(("e_score_correction_bias", "router.bias")):
+                for expert, score in favour.items():
+                    tensor[expert] += score
+            elif name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight")):
+                for expert, score in favour.items():
+                    tensor[expert, 0] += score / 2
+            elif name.endswith("embed_tokens.weight"):
+                tensor[:, 0] = 0.2
