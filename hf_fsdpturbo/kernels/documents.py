@@ -10,7 +10,6 @@ keywords of its own forward, whatever other forwards (a reference model, the nex
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,17 +18,22 @@ from torch import nn
 from hf_fsdpturbo.kernels.gated_delta_rule import document_ids_from_cu_seqlens
 
 
-@dataclass(frozen=True)
 class Documents:
     """The documents of one packed batch.
 
     ids [B, S] int64, a new value where a document starts; cu_seqlens [N + 1] int32 over the B * S flattened positions,
     on the ids' device, and a copy of it on the CPU (kernels plan their grid from it without a device sync).
+
+    A plain class on purpose: FSDP walks into dataclasses, tuples and dicts among a layer's keywords, rebuilds them at
+    every layer and moves what they hold to its device.
     """
 
-    ids: torch.Tensor
-    cu_seqlens: torch.Tensor
-    cu_seqlens_cpu: torch.Tensor
+    __slots__ = ("cu_seqlens", "cu_seqlens_cpu", "ids")
+
+    def __init__(self, ids: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor) -> None:
+        self.ids = ids
+        self.cu_seqlens = cu_seqlens
+        self.cu_seqlens_cpu = cu_seqlens_cpu
 
 
 def documents_from_ids(ids: torch.Tensor) -> Documents | None:

@@ -75,6 +75,17 @@ def test_the_recompute_test_can_fail(monkeypatch):
         test_recompute_uses_the_documents_of_its_own_forward(True)
 
 
+def test_fsdp_leaves_the_keyword_alone():
+    """On its way to a layer FSDP casts and moves what it finds in containers: the CPU copy has to stay on the CPU."""
+    from torch.distributed.utils import _apply_to_tensors, _to_kwargs
+
+    documents = derive_documents(1, 4, position_ids=torch.tensor([[0, 1, 0, 1]]))
+    assert _apply_to_tensors(lambda t: t + 1, {"documents": documents})["documents"] is documents
+    _, moved = _to_kwargs((), {"documents": documents}, torch.device("meta"), False)
+    assert moved[0]["documents"] is documents
+    assert documents.cu_seqlens_cpu.tolist() == [0, 2, 4]
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recompute_uses_the_documents_of_its_own_forward(use_reentrant):
     """Another forward with other documents runs between forward and backward: gradients must not notice."""
