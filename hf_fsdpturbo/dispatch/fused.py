@@ -70,26 +70,26 @@ class FusedDispatcher(Dispatcher):
 
     def experts_on(self, packed: Tensor, layout: PackedLayout, plan: RoutingPlan, experts: LocalExperts) -> Tensor:
         """Local experts on received packed rows: ``[R, D]`` to send back."""
-        slot_map = SlotMap(layout.slots(packed.detach()), plan.offsets_L, plan.num_slots)
-        if self.takes_plain_path(packed, plan.ops, experts):
-            gate_up, down = experts.weights()
-            return packed_expert_mlp(packed, gate_up, down, layout, slot_map, plan.ops)
+        plain = self.plain_weights(packed, plan.ops, experts)
+        if plain is not None:
+            return packed_expert_mlp(packed, *plain, layout, plan)
         rows_RD, weights_RK = unpack_rows(packed, layout)
+        slot_map = plan.slot_map(layout.slots(packed.detach()).clone())
         return self.own_forward(rows_RD, weights_RK, slot_map, plan.ops, experts)
 
-    def takes_plain_path(self, rows: Tensor, ops: OpSet, experts: LocalExperts) -> bool:
-        """Whether the grouped matmuls can stand in for the experts' own forward; says once when they cannot."""
+    def plain_weights(self, rows: Tensor, ops: OpSet, experts: LocalExperts) -> tuple[Tensor, Tensor] | None:
+        """The experts' weights if grouped matmuls can stand in for their own forward; says once when they cannot."""
         if experts.is_plain_swiglu:
             gate_up, down = experts.weights()
             if ops.supports(gate_up, down) and rows.dtype == gate_up.dtype:
-                return True
+                return gate_up, down
             reason = f"weights {tuple(gate_up.shape)} {gate_up.dtype} on rows of {rows.dtype} do not fit grouped_mm"
         else:
             reason = "the experts are not a plain gated SwiGLU"
         if not self._told_own_forward:
             self._told_own_forward = True
             logger.warning("ep_dispatcher=fused: %s; their own forward runs inside the fused exchange.", reason)
-        return False
+        return None
 
     def own_forward(
         self, rows_RD: Tensor, weights_RK: Tensor, slot_map: SlotMap, ops: OpSet, experts: LocalExperts
@@ -111,10 +111,10 @@ class FusedDispatcher(Dispatcher):
         """See :class:`hf_fsdpturbo.dispatch.Dispatcher`."""
         (plan,) = self.plan([top_k_index])
         if self.group is None:
-            if self.takes_plain_path(hidden_states, plan.ops, experts):
-                gate_up, down = experts.weights()
-                return expert_mlp(hidden_states, top_k_weights, gate_up, down, plan.slot_map_here, plan.ops)
-            return self.own_forward(hidden_states, top_k_weights, plan.slot_map_here, plan.ops, experts)
+            plain = self.plain_weights(hidden_states, plan.ops, experts)
+            if plain is not None:
+                return expert_mlp(hidden_states, top_k_weights, *plain, plan.slot_map(), plan.ops)
+            return self.own_forward(hidden_states, top_k_weights, plan.slot_map(), plan.ops, experts)
         packed, layout = self.pack(hidden_states, top_k_weights, plan)
         packed = all_to_all_rows(packed, plan.receive_splits, plan.send_splits, self.group)
         output_RD = self.experts_on(packed, layout, plan, experts)
@@ -126,11 +126,11 @@ class FusedDispatcher(Dispatcher):
         """The exchange alone: rows once a rank, slots beside them."""
         (plan,) = self.plan([top_k_index])
         if self.group is None:
-            rows_RD, weights_RK, slot_map = hidden_states, top_k_weights, plan.slot_map_here
+            rows_RD, weights_RK, slot_map = hidden_states, top_k_weights, plan.slot_map()
         else:
             packed, layout = self.pack(hidden_states, top_k_weights, plan)
             packed = all_to_all_rows(packed, plan.receive_splits, plan.send_splits, self.group)
-            slot_map = SlotMap(layout.slots(packed.detach()), plan.offsets_L, plan.num_slots)
+            slot_map = plan.slot_map(layout.slots(packed.detach()).clone())
             rows_RD, weights_RK = unpack_rows(packed, layout)
         row, k = (slot_map.slots_RK >= 0).nonzero(as_tuple=True)
         order_S = torch.argsort(slot_map.slots_RK[row, k])

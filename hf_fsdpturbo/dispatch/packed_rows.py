@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_fsdpturbo.dispatch.routing_plan import RoutingPlan
-from hf_fsdpturbo.ops import OpSet
-from hf_fsdpturbo.ops.expert_mlp import SlotMap, mlp_backward, mlp_forward
+from hf_fsdpturbo.ops.expert_mlp import mlp_backward, mlp_forward
 from hf_fsdpturbo.ops.torch import accumulation_dtype
 
 _ALIGNMENT = 64
@@ -116,12 +115,15 @@ class _PackedExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, packed: Tensor, gate_up: Tensor, down: Tensor, layout: PackedLayout, slot_map: SlotMap, ops: OpSet
+        ctx: Any, packed: Tensor, gate_up: Tensor, down: Tensor, layout: PackedLayout, plan: RoutingPlan
     ) -> Tensor:
-        rows_RD = layout.rows(packed)
-        output_RD, hidden_SF, weights_S = mlp_forward(ops, rows_RD, layout.weights(packed), slot_map, gate_up, down)
+        slot_map = plan.slot_map(layout.slots(packed))
+        output_RD, hidden_SF, weights_S = mlp_forward(
+            plan.ops, layout.rows(packed), layout.weights(packed), slot_map, gate_up, down
+        )
         ctx.save_for_backward(packed, hidden_SF, weights_S, gate_up, down)
-        ctx.layout, ctx.slot_map, ctx.ops = layout, slot_map, ops
+        # Not the slot map: its view of `packed` would keep the rows alive through activation checkpointing.
+        ctx.layout, ctx.plan = layout, plan
         return output_RD
 
     @staticmethod
@@ -131,15 +133,15 @@ class _PackedExpertMLP(torch.autograd.Function):
         need_rows, *need_weights = ctx.needs_input_grad[:3]
         out = torch.empty_like(packed) if need_rows else None
         weights = mlp_backward(
-            ctx.ops,
+            ctx.plan.ops,
             gradients[0],
             (layout.rows(packed), hidden_SF, weights_S, gate_up, down),
-            ctx.slot_map,
+            ctx.plan.slot_map(layout.slots(packed)),
             tuple(need_weights),
             None if out is None else layout.rows(out),
             None if out is None else layout.weights(out),
         )
-        return out, *weights, None, None, None
+        return out, *weights, None, None
 
 
 class _SumRows(torch.autograd.Function):
@@ -169,11 +171,11 @@ def unpack_rows(packed: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
 
 
 def packed_expert_mlp(
-    packed: Tensor, gate_up: Tensor, down: Tensor, layout: PackedLayout, slot_map: SlotMap, ops: OpSet
+    packed: Tensor, gate_up: Tensor, down: Tensor, layout: PackedLayout, plan: RoutingPlan
 ) -> Tensor:
     """``ops.expert_mlp`` on received packed rows: ``[R, D]``, differentiable in rows, their weights and the
     experts'."""
-    return _PackedExpertMLP.apply(packed, gate_up, down, layout, slot_map, ops)
+    return _PackedExpertMLP.apply(packed, gate_up, down, layout, plan)
 
 
 def sum_rows(rows: Tensor, plan: RoutingPlan) -> Tensor:

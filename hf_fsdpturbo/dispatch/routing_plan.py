@@ -57,10 +57,10 @@ class RoutingPlan:
             self.send_splits, self.receive_splits = [], []
             self.slots_TK, self.offsets_L = ops.slot_pairs(routing, routing.totals_X.unsqueeze(0), 0)
 
-    @property
-    def slot_map_here(self) -> SlotMap:
-        """The slot map of this rank's own tokens; only for a group of one."""
-        return SlotMap(self.slots_TK, self.offsets_L, self.num_slots)
+    def slot_map(self, slots_RK: Tensor | None = None) -> SlotMap:
+        """The slot map of received rows whose slots are ``slots_RK``; of this rank's own tokens without (a group of
+        one)."""
+        return SlotMap(self.slots_TK if slots_RK is None else slots_RK, self.offsets_L, self.num_slots)
 
     def finish(self) -> RoutingPlan:
         """Take the counts. The host waits here, once for all slices that were planned together; later calls do

@@ -1,6 +1,7 @@
 """Every dispatcher against one process with all experts: output and every gradient, over all routing corners."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -209,11 +210,13 @@ def _counts_of_exchanges(dispatcher, checkpointed):
     from hf_fsdpturbo.sharding.expert_parallel import shard_experts
 
     init_gloo()
-    seen = []
+    seen, received = [], set()
     exchange = dist.all_to_all_single
 
     def counting(output, rows, *args, **kwargs):
         seen.append("counts" if not rows.is_floating_point() else "rows")
+        if rows.is_floating_point():
+            received.add(output.untyped_storage().data_ptr())
         return exchange(output, rows, *args, **kwargs)
 
     dist.all_to_all_single = counting
@@ -224,6 +227,9 @@ def _counts_of_exchanges(dispatcher, checkpointed):
     hidden.requires_grad_()
     run = lambda x: route(x.sin(), index, weights, experts)  # noqa: E731
     out = checkpoint(run, hidden, use_reentrant=False, context_fn=tape_contexts) if checkpointed else run(hidden)
+    if checkpointed:  # what was received must not outlive the forward, through whatever holds a view of it
+        alive = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.numel()]
+        assert not [t.shape for t in alive if t.untyped_storage().data_ptr() in received]
     out.backward(gradient)
     return seen.count("counts"), seen.count("rows")
 
