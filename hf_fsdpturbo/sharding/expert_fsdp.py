@@ -13,31 +13,37 @@ from hf_fsdpturbo import compat
 
 # Note [Which dim experts are sharded on]
 # Dim 0 (whole experts) when the shard group divides the local experts: nothing is cut inside a matrix. Otherwise the
-# *input* dim of the stacked matrices: dim 2, or dim 1 in transposed layouts. Never the output dim: gate_up_proj is a
-# concatenation of gate and up, loaders cut the two separately, and the rows would come back permuted without an error.
-# Vectors (biases) stay on dim 0, where FSDP allows uneven and empty shards; other dims have to divide.
+# *input* dim of the stacked matrices: dim 2, or dim 1 in transposed layouts. Never the output dim of a concatenated
+# gate_up_proj: loaders cut gate and up separately, and the rows would come back permuted without an error. Biases then
+# go on their only other dim, unless they are such a concatenation. No shard may be uneven or empty: FSDP refuses
+# uneven ones on dims other than 0, and Transformers' loader fails on empty ones with a bare IndexError.
 
 
 def expert_shard_dim(parameter: nn.Parameter, num_local_experts: int, shard_size: int, transposed: bool) -> int:
     """Dim on which FSDP shards an expert parameter ``[L, ...]``: see Note [Which dim experts are sharded on]."""
-    if num_local_experts % shard_size == 0 or parameter.ndim < 3:
+    if num_local_experts % shard_size == 0:
         return 0
-    return 1 if transposed else 2
+    return 1 if transposed or parameter.ndim < 3 else 2
 
 
 def check_expert_shards(module: nn.Module, name: str, num_local_experts: int, shard_size: int) -> None:
-    """Every sharded dim must divide.
+    """Every sharded dim must divide, and must be one that loaders do not cut.
 
     Raises:
         ValueError: naming the layer, the parameter, both numbers.
     """
     transposed = bool(getattr(module, "is_transposed", False))
+    concatenated = bool(getattr(module, "is_concatenated", True))
     for parameter_name, parameter in module.named_parameters():
         dim = expert_shard_dim(parameter, num_local_experts, shard_size, transposed)
-        if dim and parameter.shape[dim] % shard_size:
+        if dim == 0:
+            continue
+        fused_bias = parameter.ndim < 3 and concatenated and "gate" in parameter_name
+        if fused_bias or parameter.ndim < 2 or parameter.shape[dim] % shard_size:
+            other = "" if fused_bias or parameter.ndim < 2 else f", or dim {dim} ({parameter.shape[dim]})"
             raise ValueError(
-                f"efsdp_size * cp_size ({shard_size}) must divide the local experts ({num_local_experts}) or dim "
-                f"{dim} of {name}.{parameter_name} ({parameter.shape[dim]}). Choose another efsdp_size."
+                f"efsdp_size * cp_size ({shard_size}) must divide the {num_local_experts} local experts of "
+                f"{name}.{parameter_name}{other}. Choose another efsdp_size or ep_size."
             )
 
 
