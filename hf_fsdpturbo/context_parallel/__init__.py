@@ -8,6 +8,7 @@
     checks.py            what cannot be exact is refused by name
     documents.py         cp_size 1: masks for models that would let packed documents read each other
     hooks.py             what the trainer must count once
+    sharded_head.py      opt-in for SFT: the LM head on the slice
 """
 
 from __future__ import annotations

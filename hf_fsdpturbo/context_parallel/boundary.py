@@ -26,6 +26,8 @@ from torch.distributed import ProcessGroup
 from hf_fsdpturbo.context_parallel.exchange import gather_plain, gather_sequence
 from hf_fsdpturbo.context_parallel.plan import KEYWORD, SequencePlan, make_plan
 
+KEEP_CUT = "keep_last_hidden_state_cut"  # keyword of a caller that goes on with this rank's slice (sharded_head.py)
+
 # Keywords that describe documents of the whole sequence: they end here and live on in the plan.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "documents")
 
@@ -74,6 +76,7 @@ class CutForward:
             check_same_batch(tokens, self.group)
             self.agreed = True
         lengths = {name: given.pop(name, None) for name in _LENGTHS}
+        keep_cut = given.pop(KEEP_CUT, False)
         position_ids = given.get("position_ids")
         if position_ids is None:
             position_ids = torch.arange(length, device=tokens.device).unsqueeze(0).expand(batch, -1)
@@ -92,7 +95,12 @@ class CutForward:
             if name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids") and whole is not None:
                 given[name] = cut(whole, plan, length, dim=-1 if name == "position_ids" else 1)
         outputs = self.forward(**{**given, "use_cache": False, "documents": None, KEYWORD: plan})
-        return join_outputs(outputs, plan, length)
+        return join_outputs(outputs, plan, length, keep_cut=keep_cut)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Size of the cp group and this rank's place in it."""
+        return torch.distributed.get_world_size(self.group), torch.distributed.get_rank(self.group)
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self.signature.bind_partial(self.module, *args, **kwargs).arguments
@@ -147,9 +155,10 @@ def cut(whole: Tensor, plan: SequencePlan, length: int, dim: int) -> Tensor:
     return whole.narrow(dim, plan.local.start, plan.local.stop - plan.local.start)
 
 
-def join_outputs(outputs: Any, plan: SequencePlan, length: int) -> Any:
+def join_outputs(outputs: Any, plan: SequencePlan, length: int, keep_cut: bool = False) -> Any:
     """Whole-sequence tensors in a base model's output: ``last_hidden_state``, ``router_logits``, ``hidden_states``."""
-    outputs["last_hidden_state"] = gather_sequence(outputs["last_hidden_state"], plan.cp_group)[:, :length]
+    if not keep_cut:
+        outputs["last_hidden_state"] = gather_sequence(outputs["last_hidden_state"], plan.cp_group)[:, :length]
     for name in ("router_logits", "hidden_states"):
         if outputs.get(name) is not None:
             outputs[name] = _join_layers(outputs[name], plan, length)

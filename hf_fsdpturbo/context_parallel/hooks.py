@@ -6,7 +6,9 @@ import functools
 from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
+
+from hf_fsdpturbo.context_parallel.sharded_head import install_sharded_head
 
 
 class GatherOnce:
@@ -60,8 +62,18 @@ class ContextParallelHooks:
     """Overrides of ``transformers.Trainer``, for any trainer on top of it; they change nothing at ``cp_size`` 1.
 
     Expects ``self.parallel_state`` (None in a run of one process) before the trainer's ``__init__``.
+
+    Set on the class or the trainer:
+
+    Attributes:
+        cp_sharded_loss: SFT only: run the LM head on each rank's slice instead of whole on every cp rank; same losses,
+            metrics and gradients (see ``sharded_head.py``).
     """
 
+    cp_sharded_loss: bool = False
+
+    _head_is_cut: bool = False
+    model: Any
     parallel_state: Any
     args: Any
     accelerator: Any
@@ -81,6 +93,13 @@ class ContextParallelHooks:
     def get_tp_size(self) -> int:
         """Ranks that hold the same batch and the same loss: divides token counts, loss scale, total batch size."""
         return self._cp_size if self._cp_size > 1 else super().get_tp_size()  # type: ignore[misc]
+
+    def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Cuts the LM head at the first loss, if asked for: TRL makes its fused head in ``__init__``, after us."""
+        if self.cp_sharded_loss and not self._head_is_cut:
+            install_sharded_head(self.model)
+            self._head_is_cut = True
+        return super().compute_loss(model, *args, **kwargs)  # type: ignore[misc]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen

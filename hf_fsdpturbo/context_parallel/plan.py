@@ -98,6 +98,11 @@ class SequencePlan:
         return allowed
 
 
+def padded_length(length: int, size: int, least_slice: int) -> int:
+    """The next multiple of ``size`` that gives every rank at least ``least_slice`` positions."""
+    return max(-(-length // size), least_slice) * size
+
+
 def make_plan(
     group: ProcessGroup | None,
     batch: int,
@@ -120,8 +125,8 @@ def make_plan(
     size, rank = 1, 0
     if group is not None:
         size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-    part = max(-(-length // size), least_slice)
-    extra = part * size - length
+    whole = padded_length(length, size, least_slice)
+    extra = whole - length
     documents = derive_documents(
         batch, length, position_ids=position_ids, cu_seq_lens_q=cu_seq_lens_q, seq_idx=seq_idx
     )
@@ -132,4 +137,4 @@ def make_plan(
         seen = F.pad(attention_mask.to(device=device, dtype=torch.bool), (0, extra))
         if bool((seen[:, 1:] & ~seen[:, :-1]).any()):  # padding before or inside a row
             valid = seen
-    return SequencePlan(group, size, rank, batch, part * size, valid, documents, device)
+    return SequencePlan(group, size, rank, batch, whole, valid, documents, device)

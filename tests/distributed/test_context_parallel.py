@@ -37,6 +37,10 @@ def runs_of(path, layout, which=("padded", "packed"), samples=24, **more):
     return {name: replace(run, args={**run.args, **ARGS[name]}) for name in which}
 
 
+def shard_the_loss(trainer):
+    trainer.cp_sharded_loss = True
+
+
 def check(results):
     for name, (record, reference, yardstick) in results.items():
         comparison = compare(record, reference, yardstick=yardstick)
@@ -60,6 +64,19 @@ def test_sft_equals_one_process(tiny, layout):
     for record, reference, _ in results.values():
         tokens = [[log.get("num_tokens") for log in r.log_history if "loss" in log] for r in (record, reference)]
         assert tokens[0] == tokens[1]
+
+
+def test_lm_head_on_the_slice_changes_nothing(tiny):
+    """cp_sharded_loss: the same as one process, logged metrics included."""
+    which = ("padded", "packed", "accumulated")
+    runs = runs_of(tiny("qwen3_moe"), "cp4", which, before_train=shard_the_loss)
+    results = sharded_and_reference(runs, 4, cp_size=4, timeout=180)
+    check(results)
+    for record, reference, _ in results.values():
+        for mine, theirs in zip(record.log_history, reference.log_history, strict=True):
+            for name in ("entropy", "mean_token_accuracy", "aux_loss", "num_tokens"):
+                if name in theirs:
+                    assert mine[name] == pytest.approx(theirs[name], rel=1e-5), name
 
 
 @pytest.mark.parametrize(
@@ -204,5 +221,5 @@ def test_evaluation_counts_each_sample_once(tiny, samples):
         for name in ("samples", "tokens", "label_sum"):
             assert evaluated[f"eval_{name}"] == expected[0][f"eval_{name}"]
             assert predicted[f"test_{name}"] == expected[1][f"test_{name}"]
-        if samples == 8:  # Trainer weighs a batch by the tokens of all ranks, the repeats of an uneven last one included
+        if samples == 8:  # Trainer weighs a batch by the tokens of all ranks, repeats of an uneven last one included
             assert evaluated["eval_loss"] == pytest.approx(expected[0]["eval_loss"], rel=1e-3)

@@ -12,13 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.compare import TOLERANCE, distance
 from tests.support.spawn import init_gloo, run_plain, run_ranks
-from tests.support.tiny_models import VOCAB_SIZE, tiny_model
+from tests.support.tiny_models import VOCAB_SIZE, tiny_config, tiny_model
 
 FAMILIES = {
     "qwen3_moe": {},
     "qwen3_moe window": {"sliding_window": 6, "use_sliding_window": True},
     "qwen3_moe one kv head": {"num_key_value_heads": 1},
     "qwen3_5_moe": {"layers": 4},
+    "qwen3_5_moe_vl": {"layers": 4},
     "gpt_oss": {"sliding_window": 6, "attn_implementation": "eager"},
 }
 DOCUMENTS = {"packed": [[7, 1, 12, 9]], "packed by lengths": [[3, 5, 17, 2]], "packed and padded": [[9, 8], [4, 1, 6]]}
@@ -90,6 +91,19 @@ def step(model, batch, aux):
     return loss.item(), out.logits.detach(), gradients
 
 
+def make_model(kind, config):
+    """A tiny model; "qwen3_5_moe_vl" is the vision-language class: embeddings are made outside its text model."""
+    if kind != "qwen3_5_moe_vl":
+        return tiny_model(kind, **config)
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    text = tiny_config("qwen3_5_moe", **config)
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    torch.manual_seed(0)
+    whole = Qwen3_5MoeConfig(text_config=text.to_dict(), vision_config=vision)
+    return Qwen3_5MoeForConditionalGeneration(whole)
+
+
 def use_kernels(model):
     """Our linear attention, as the pipeline binds it before context parallelism."""
     from hf_fsdpturbo.kernels.linear_attention import Choice, apply_linear_attention
@@ -105,7 +119,7 @@ def run_cut(kind, config, cp_size, fault=None):
 
     init_gloo()
     mesh = init_device_mesh("cpu", (dist.get_world_size() // cp_size, cp_size), mesh_dim_names=("dp_shard", "cp"))
-    model = tiny_model(kind, **config)
+    model = make_model(kind, config)
     use_kernels(model)
     install(model, mesh["cp"])
     if fault is not None:
@@ -122,7 +136,7 @@ def run_cut(kind, config, cp_size, fault=None):
 
 def references(kind, config, ours=False):
     """Plain process: padded batches as they are, packed ones document by document; stock functions, or our kernels."""
-    model = tiny_model(kind, **config)
+    model = make_model(kind, config)
     if ours:
         use_kernels(model)
     results = {name: step(model, batch, aux=True) for name, batch in padded_batches().items()}
@@ -164,6 +178,97 @@ def test_cut_model_equals_one_process(family, cp_size):
     kind, config = model_kind(family), FAMILIES[family]
     found = run_ranks(run_cut, cp_size, kind, config, cp_size)[0]
     expected = run_plain(references, kind, config)
-    yardstick = run_plain(references, kind, config, True) if kind == "qwen3_5_moe" else None
+    yardstick = run_plain(references, kind, config, True) if kind.startswith("qwen3_5_moe") else None
     print(f"\n{family} cp{cp_size}")
     assert not compare_all(found, expected, yardstick)
+
+
+def saved_bytes(kind, config, cp_size):
+    """Rank function: bytes that one forward of 512 tokens keeps for backward, parameters and LM head left out."""
+    model = make_model(kind, config)
+    use_kernels(model)
+    if cp_size > 1:
+        from hf_fsdpturbo.context_parallel import install
+
+        init_gloo()
+        install(model, init_device_mesh("cpu", (cp_size,), mesh_dim_names=("cp",)))
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model.base_model(input_ids=ids(1, 512), use_cache=False)
+    assert out.last_hidden_state.shape[1] == 512
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_activation_memory_falls_with_cp_size(family):
+    whole = run_plain(saved_bytes, family, FAMILIES[family], 1)
+    for cp_size, at_most in ((2, 0.6), (4, 0.35)):
+        part = max(run_ranks(saved_bytes, cp_size, family, FAMILIES[family], cp_size)) / whole
+        print(f"{family} cp{cp_size}: {part:.2f} of {whole / 2**20:.1f} MiB")
+        assert part < at_most
+
+
+def hidden_states(kind, cp_size):
+    """Rank function: every layer's hidden states and router logits."""
+    model = make_model(kind, {})
+    if cp_size > 1:
+        from hf_fsdpturbo.context_parallel import install
+
+        init_gloo()
+        install(model, init_device_mesh("cpu", (cp_size,), mesh_dim_names=("cp",)))
+    with torch.no_grad():
+        out = model(input_ids=ids(2, 9), output_hidden_states=True, output_router_logits=True)
+    return [*out.hidden_states, *out.router_logits, out.logits]
+
+
+def test_everything_recorded_comes_back_whole():
+    whole = run_plain(hidden_states, "qwen3_moe", 1)
+    for tensors in run_ranks(hidden_states, 2, "qwen3_moe", 2):
+        assert len(tensors) == len(whole)
+        for mine, theirs in zip(tensors, whole, strict=True):
+            assert mine.shape == theirs.shape
+            assert distance(mine, theirs) < TOLERANCE
+
+
+def refusals():
+    """Rank function: what is refused at the first forward, with its message."""
+    from hf_fsdpturbo.context_parallel import install
+
+    init_gloo()
+    model = make_model("qwen3_moe", {})
+    undo = install(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    tokens = ids(1, 8)
+    tries = {
+        "generate": lambda: model.generate(tokens, max_new_tokens=2),
+        "prepared mask": lambda: model(tokens, attention_mask=torch.ones(1, 1, 8, 8)),
+        "attention weights": lambda: model.base_model(tokens, output_attentions=True),
+        "other batches": lambda: model(ids(1, 8, seed=dist.get_rank())),
+        "other lengths": lambda: model(ids(1, 8 + dist.get_rank())),
+    }
+    messages = {}
+    for name, attempt in tries.items():
+        try:
+            attempt()
+        except ValueError as error:
+            messages[name] = str(error)
+    undo()
+    messages["undone"] = model.generate(tokens, max_new_tokens=2).shape[1]
+    return messages
+
+
+def test_refused_at_the_first_forward():
+    for messages in run_ranks(refusals, 2):
+        assert "cp_size=2: generation is not supported" in messages["generate"]
+        assert "must be 2-D" in messages["prepared mask"]
+        assert "output_attentions=True" in messages["attention weights"]
+        for name in ("other batches", "other lengths"):
+            assert "different batches" in messages[name]
+        assert messages["undone"] == 10
