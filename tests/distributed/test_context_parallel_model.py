@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.compare import TOLERANCE, distance
 from tests.support.spawn import init_gloo, run_plain, run_ranks
-from tests.support.tiny_models import VOCAB_SIZE, tiny_config, tiny_model
+from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
 FAMILIES = {
     "qwen3_moe": {},
@@ -97,11 +97,15 @@ def make_model(kind, config):
         return tiny_model(kind, **config)
     from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
-    text = tiny_config("qwen3_5_moe", **config)
+    text = tiny_model("qwen3_5_moe", **config)
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     torch.manual_seed(0)
-    whole = Qwen3_5MoeConfig(text_config=text.to_dict(), vision_config=vision)
-    return Qwen3_5MoeForConditionalGeneration(whole)
+    model = Qwen3_5MoeForConditionalGeneration(
+        Qwen3_5MoeConfig(text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=False)
+    )
+    model.model.language_model.load_state_dict(text.model.state_dict())  # well-conditioned weights
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    return model
 
 
 def use_kernels(model):
