@@ -1,6 +1,7 @@
 # make demo   train a small MoE with expert parallelism on two CPU processes, from nothing
 # make test   lint + types + import contracts + every test that needs no accelerator
 # make lint   the first three only
+# make matrix the five published layouts on 16 and 8 CPU processes, 100 steps each (make test: 20)
 #
 # Each target makes .venv and installs into it when needed; an existing .venv is used as it is.
 #   PYTHON=python3.12      the interpreter that makes .venv (3.11 or newer)
@@ -19,7 +20,7 @@ LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu_ep2.yaml
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install lint test demo clean
+.PHONY: help install lint test demo matrix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -54,6 +55,9 @@ demo: $(STAMP)
 	@echo "Comparing the saved model with the trainer ..."
 	$(LAUNCH) demo/trainer_logits.py $(OUT)
 	$(BIN)/python demo/report.py $(OUT)
+
+matrix: $(STAMP)
+	MATRIX_STEPS=100 $(BIN)/python -m pytest -s tests/distributed/test_published_matrix.py
 
 clean:
 	rm -rf outputs .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
