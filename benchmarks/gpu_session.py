@@ -208,6 +208,7 @@ def main():
         "-x",
         "-p",
         "no:cacheprovider",
+        "--noconftest",
         str(ROOT / "tests/device/test_ops_cuda.py"),
     ]
     session.step("device tests", tests, 120, tail=6)

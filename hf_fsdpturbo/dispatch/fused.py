@@ -20,10 +20,10 @@ their own forward on the slots, inside the same exchange.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -37,14 +37,7 @@ from hf_fsdpturbo.ops.expert_mlp import SlotMap, expert_mlp
 from hf_fsdpturbo.ops.functional import permute, unpermute
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FusedRows(ReceivedRows):
-    """Received rows with the map of their slots; ``pair_*`` list the slots in order."""
-
-    slot_map: SlotMap | None = None
-    weights_RK: Tensor | None = None
+_told: set[str] = set()  # what was said once already, for all layers, as long as the process lives
 
 
 class FusedDispatcher(Dispatcher):
@@ -54,7 +47,6 @@ class FusedDispatcher(Dispatcher):
         super().__init__(group, num_experts)
         if self.group_size == 1:
             self.group = None
-        self._told_own_forward = False
 
     # -- steps, shared with domino ------------------------------------------------------------------------------
 
@@ -86,8 +78,8 @@ class FusedDispatcher(Dispatcher):
             reason = f"weights {tuple(gate_up.shape)} {gate_up.dtype} on rows of {rows.dtype} do not fit grouped_mm"
         else:
             reason = "the experts are not a plain gated SwiGLU"
-        if not self._told_own_forward:
-            self._told_own_forward = True
+        if reason not in _told and (not dist.is_initialized() or dist.get_rank() == 0):
+            _told.add(reason)
             logger.warning("ep_dispatcher=fused: %s; their own forward runs inside the fused exchange.", reason)
         return None
 
@@ -122,7 +114,7 @@ class FusedDispatcher(Dispatcher):
 
     def dispatch(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> tuple[FusedRows, RoutingPlan]:
+    ) -> tuple[ReceivedRows, RoutingPlan]:
         """The exchange alone: rows once a rank, slots beside them."""
         (plan,) = self.plan([top_k_index])
         if self.group is None:
@@ -135,8 +127,8 @@ class FusedDispatcher(Dispatcher):
         row, k = (slot_map.slots_RK >= 0).nonzero(as_tuple=True)
         order_S = torch.argsort(slot_map.slots_RK[row, k])
         pair_row_S, pair_k_S = row[order_S], k[order_S]
-        pair_weight_S = weights_RK[pair_row_S, pair_k_S]
-        return FusedRows(rows_RD, _slot_experts(slot_map), pair_row_S, pair_weight_S, slot_map, weights_RK), plan
+        pairs = (_slot_experts(slot_map), pair_row_S, weights_RK[pair_row_S, pair_k_S])
+        return ReceivedRows(rows_RD, *pairs), plan
 
     def combine(self, expert_output: Tensor, record: Any) -> Tensor:
         """Rows back to their tokens, and each token's rows summed."""

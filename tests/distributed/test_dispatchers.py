@@ -122,7 +122,7 @@ def mc2_everywhere():
         mc2.check_mc2 = before
 
 
-def compare(name, corner, module_name="qwen", frozen=False, dtype=torch.float32):
+def compare(name, corner, module_name="qwen", frozen=False, in_pieces=False):
     """Worst relative distance over output and gradients of this rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -146,7 +146,11 @@ def compare(name, corner, module_name="qwen", frozen=False, dtype=torch.float32)
     dispatcher = make_dispatcher(name, mesh.get_group(), num_experts)
     hidden, index, weights, gradient = inputs[rank]
     hidden, weights = hidden.requires_grad_(), weights.requires_grad_()
-    out = dispatcher(hidden, index, weights, experts)
+    if in_pieces:
+        received, record = dispatcher.dispatch(hidden, index, weights)
+        out = dispatcher.combine(dispatcher.run(received, experts), record)
+    else:
+        out = dispatcher(hidden, index, weights, experts)
     out.backward(gradient)
     pairs = [(out.detach(), want_out[mine])]
     if starts[-1]:
@@ -165,15 +169,22 @@ def compare(name, corner, module_name="qwen", frozen=False, dtype=torch.float32)
     return max(relative(a, b) if b.norm() > 0 else a.norm().item() for a, b in pairs)
 
 
-def _all_corners(name, module_name, frozen):
+def _all_corners(name, module_name, frozen, in_pieces=False):
     init_gloo()
-    return {corner: compare(name, corner, module_name, frozen) for corner in CORNERS}
+    return {corner: compare(name, corner, module_name, frozen, in_pieces) for corner in CORNERS}
 
 
 @pytest.mark.parametrize("name", ["eager", "fused", "domino", "domino over eager"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_corners(name, world):
     for results in run_ranks(_all_corners, world, name, "qwen", False, timeout=90):
+        assert max(results.values()) < TOLERANCE, results
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_dispatch_run_combine(world):
+    """The three pieces of the protocol, used one by one, give what the call gives."""
+    for results in run_ranks(_all_corners, world, "fused", "qwen", False, True, timeout=90):
         assert max(results.values()) < TOLERANCE, results
 
 
