@@ -92,7 +92,7 @@ def outcome(tiny: Callable[..., str], on_disk: str) -> Callable[[str], dict]:
 
 @pytest.mark.parametrize(("layout", "run"), CASES)
 def test_equals_one_process(outcome, layout, run):
-    record, reference = outcome(layout)[run]
+    record, reference, _ = outcome(layout)[run]
     comparison = compare(record, reference)
     print(comparison.report)
     assert comparison, comparison.report
@@ -104,7 +104,7 @@ def test_equals_one_process(outcome, layout, run):
 @pytest.mark.parametrize(("layout", "run"), [case for case in CASES if RUNS[case[0]][case[1]][2] != "precomputed"])
 def test_reference_is_sharded_like_the_policy(outcome, layout, run):
     """On every rank as many elements as the policy has there; the parts add up to one model."""
-    record, reference = outcome(layout)[run]
+    record, reference, _ = outcome(layout)[run]
     found = [rank.extra["after"] for rank in record.extra["ranks"]]
     assert [f["reference"] for f in found] == [f["policy"] for f in found]
     assert sum(f["reference"] for f in found) == found[0]["whole"]
