@@ -135,10 +135,10 @@ def check_same_batch(tokens: Tensor, group: ProcessGroup) -> None:
     Raises:
         ValueError: on every rank of the group.
     """
-    content = tokens.detach().double()
+    content = tokens.detach().float() if tokens.is_floating_point() else tokens.detach().long()
     marks = torch.stack([content.new_tensor(tokens.shape[0]), content.new_tensor(tokens.shape[1]), content.sum()])
     everybody = gather_plain(marks[None, None], group)[0]
-    if not bool((everybody[:, :2] == everybody[:1, :2]).all()) or not torch.allclose(everybody, everybody[:1]):
+    if not bool(((everybody - everybody[:1]).abs() <= everybody[:1].abs() * 1e-6).all()):
         raise ValueError(
             f"cp_size={len(everybody)}: ranks of one context-parallel group got different batches (rows, length, sum "
             f"of ids): {everybody.tolist()}. "

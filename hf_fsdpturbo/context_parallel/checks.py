@@ -26,6 +26,10 @@ def _calls(module: nn.Module, name: str) -> bool:
     return code is not None and name in code.co_names
 
 
+def _passes_keywords(module: nn.Module) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(module).forward).parameters.values())
+
+
 def _refused(size: int, what: str, why: str, fix: str = "Use cp_size=1.") -> ValueError:
     return ValueError(f"cp_size={size} with {what} is not supported: {why}. {fix}")
 
@@ -98,7 +102,7 @@ def _check_layer(layer: nn.Module, name: str, size: int) -> None:
     linear = dict(linear_attention_layers(layer))
     if not softmax and not linear:
         raise _refused(size, name, f"{type(layer).__name__} has neither attention nor a gated delta rule we can cut")
-    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(layer).forward).parameters.values()):
+    if not _passes_keywords(layer):
         raise _refused(size, name, f"{type(layer).__name__} does not pass keywords on to its attention")
     for part, module in softmax.items():
         _check_attention(module, f"{name}.{part}", size)
@@ -115,6 +119,8 @@ def _check_attention(module: nn.Module, name: str, size: int) -> None:
     heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads % size:
         raise _refused(size, f"num_attention_heads={heads} ({name})", "cp_size must divide the query heads")
+    if not _passes_keywords(module):
+        raise _refused(size, name, f"{type(module).__name__} does not pass keywords on to its attention function")
     if any(hasattr(module, part) for part in ("indexer", "compressor")):
         raise _refused(size, name, f"{type(module).__name__} selects keys itself")
     if requested_attention(config) == "eager" and EAGER not in inspect.unwrap(type(module).forward).__globals__:

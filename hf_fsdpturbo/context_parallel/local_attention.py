@@ -122,7 +122,9 @@ def flash(name: str) -> Callable[..., Tensor]:
                 "inside a row cannot be honoured together. Pad on the right, or leave attention_mask out of packed "
                 "batches."
             )
-        return _flash_attention_forward(
+        width = value.shape[-1]  # the kernels want one head size for all three (MLA has two)
+        value = F.pad(value, (0, query.shape[-1] - width))
+        out = _flash_attention_forward(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
@@ -139,6 +141,7 @@ def flash(name: str) -> Callable[..., Tensor]:
             s_aux=None if call.sinks is None else call.sinks.to(query.dtype),
             **lengths,
         )
+        return out[..., :width]
 
     return run
 

@@ -18,6 +18,7 @@ FAMILIES = {
     "qwen3_moe": {},
     "qwen3_moe window": {"sliding_window": 6, "use_sliding_window": True},
     "qwen3_moe one kv head": {"num_key_value_heads": 1},
+    "deepseek_v3": {},
     "qwen3_5_moe": {"layers": 4},
     "qwen3_5_moe_vl": {"layers": 4},
     "gpt_oss": {"sliding_window": 6, "attn_implementation": "eager"},
@@ -84,7 +85,7 @@ def step(model, batch, aux):
     model.zero_grad()
     out = model(**batch, output_router_logits=aux, use_cache=False)
     loss = token_loss(out.logits, batch["input_ids"], weights_of(batch))
-    if aux:
+    if aux and getattr(out, "aux_loss", None) is not None:
         loss = loss + 10 * out.aux_loss
     loss.backward()
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
