@@ -21,7 +21,7 @@ class Accelerator:
         """Data rank d holds rows 2d and 2d + 1, each cp rank the same."""
         ranks = [2 * (rank // CP) for rank in range(WORLD)]
         if isinstance(data, dict):
-            return {name: self.gather(value) for name, value in data.items()}
+            return {name: Accelerator.gather(self, value) for name, value in data.items()}
         if data.ndim == 0:
             return torch.tensor([start // 2 for start in ranks])
         return torch.cat([data + start for start in ranks])
