@@ -51,7 +51,7 @@ def agree(error: BaseException | None, what: str) -> None:
     Raises:
         CheckpointError: some rank failed; names the ranks and the first message.
     """
-    message = None if error is None else _first_line(error)
+    message = None if error is None or _only_elsewhere(error) else _first_line(error)
     messages: list[str | None] = [message]
     if world_size() > 1:
         messages = [None] * world_size()
@@ -61,6 +61,11 @@ def agree(error: BaseException | None, what: str) -> None:
         first = next(iter(failed.values()))
         where = "" if world_size() == 1 else f" on rank {', '.join(map(str, failed))} of {world_size()}"
         raise CheckpointError(f"{what} failed{where}: {first}") from error
+
+
+def _only_elsewhere(error: BaseException) -> bool:
+    """DCP raises one rank's failure on all ranks: only the rank where it happened reports it."""
+    return isinstance(error, CheckpointException) and bool(error.failures) and rank() not in error.failures
 
 
 def _first_line(error: BaseException) -> str:
