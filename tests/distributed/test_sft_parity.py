@@ -121,6 +121,8 @@ def test_equals_one_process(outcome, layout: str, run: str):
     assert comparison, comparison.report
     assert len(record.gradients) == 3
     assert set(record.gradients[0]) == set(record.weights), "a parameter has no gradient"
+    for rank in record.extra["ranks"]:
+        assert rank.digest == record.digest, "replicas have drifted apart"
 
 
 @pytest.mark.parametrize(("layout", "run"), CASES)

@@ -82,7 +82,10 @@ class Run:
 
 @dataclass
 class Record:
-    """What a run did. Tensors are whole (gathered), on CPU, by parameter name; only rank 0 of a sharded run has them."""
+    """What a run did. Tensors are whole (gathered), on CPU, by parameter name; only rank 0 of a sharded run has them.
+
+    ``digest`` is a number for each final weight as this rank sees it: replicas that drifted apart differ in it.
+    """
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -94,6 +97,7 @@ class Record:
     trainable: list[str] = field(default_factory=list)
     without_gradient: list[str] = field(default_factory=list)
     with_optimizer_state: list[str] = field(default_factory=list)
+    digest: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -150,6 +154,7 @@ def _recording(trainer_class: type) -> type:
             record.losses = [log["loss"] for log in record.log_history if "loss" in log]
             record.grad_norms = [float(log["grad_norm"]) for log in record.log_history if "grad_norm" in log]
             record.weights = whole_parameters(self.model)
+            record.digest = {n: float((w.double() * w.double().cos()).sum()) for n, w in record.weights.items()}
             state = self.optimizer.state if self.optimizer is not None else {}
             record.with_optimizer_state = [n for n, p in self.model.named_parameters() if state.get(p)]
             return record
