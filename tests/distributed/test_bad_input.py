@@ -1,0 +1,212 @@
+"""Bad input: one clear ValueError on every rank, and no rank waits for another (two ranks, through the trainer)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import pytest
+
+from tests.support.reference_run import DEFAULT_ARGS
+from tests.support.spawn import run_ranks
+from tests.support.tiny_models import texts
+
+# What is tried on both ranks: name -> (training arguments, model, parts the message must have).
+# Arguments are fields of FSDPTurboSFTConfig; the model is a key of `models` below.
+EP2 = {"ep_size": 2}
+CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "unknown_key": ({"dist_config": {"ep_siez": 2}}, "moe", ("Unknown params", "ep_siez", "ep_size")),
+    "misplaced_key": ({"dist_config": {"cp_size": 2}}, "moe", ("Unknown params", "cp_size", "--cp_size")),
+    "ep_modules": ({"dist_config": {"ep_modules": ["x"]}}, "moe", ("Unknown params", "ep_modules", "register")),
+    "contradiction": ({"ep_size": 2, "dist_config": {"ep_size": 1}}, "moe", ("ep_size=2", "ep_size=1", "contradicts")),
+    "ep_not_dividing_dp": ({"ep_size": 3}, "moe", ("ep_size (3) must divide dp_size (2)",)),
+    "ep_zero": ({"ep_size": 0}, "moe", ("ep_size", "positive", "0")),
+    "efsdp_not_dividing": ({"dist_config": {"efsdp_size": 3}}, "moe", ("efsdp_size (3) must divide",)),
+    "dp_size": ({"dp_size": 3}, "moe", ("dp_size (3)", "world_size (2)")),
+    "cp_not_dividing": ({"cp_size": 3}, "moe", ("cp_size",)),
+    "cp_mode": ({"cp_mode": "ring"}, "moe", ("cp_mode", "ulysses", "ring")),
+    "mp_replicate": ({"mp_replicate_size": 3}, "moe", ("mp_replicate_size (3) must divide world_size (2)",)),
+    "experts_not_dividing": (EP2, "three_experts", ("ep_size (2)", "experts (3)", "model.layers.0.mlp.experts")),
+    "unregistered_model": (EP2, "dense", ("No FSDPTurbo EP spec is registered for model_type='llama'", "register")),
+    "unknown_ignored_module": (
+        {**EP2, "dist_config": {"fsdp_ignored_modules": ["model.layers.{*}.nose"]}},
+        "moe",
+        ("fsdp_ignored_modules", "model.layers.{*}.nose"),
+    ),
+    "mc2_elsewhere": ({**EP2, "ep_dispatcher": "mc2"}, "moe", ("mc2",)),
+    "unknown_dispatcher": ({**EP2, "ep_dispatcher": "telepathy"}, "moe", ("ep_dispatcher", "telepathy", "eager")),
+    "upstream_missing": ({**EP2, "dist_config": {"ep_backend": "fsdp_turbo"}}, "moe", ("requirements/fsdpturbo.txt",)),
+    "hook_modules_native": ({**EP2, "dist_config": {"hook_modules": ["a"]}}, "moe", ("hook_modules", "ep_backend")),
+    "fp16": ({**EP2, "fp16": True}, "moe", ("fp16",)),
+    "torch_compile": ({**EP2, "torch_compile": True}, "moe", ("torch_compile",)),
+    "auto_find_batch_size": ({**EP2, "auto_find_batch_size": True}, "moe", ("auto_find_batch_size",)),
+    "deepspeed": ({**EP2, "deepspeed": {"zero_optimization": {"stage": 2}}}, "moe", ("deepspeed",)),
+    "fsdp": ({**EP2, "fsdp": "full_shard"}, "moe", ("fsdp",)),
+    "optimizer_8bit": ({**EP2, "optim": "adamw_8bit"}, "moe", ("optim", "8bit")),
+    "device_map": ({**EP2, "model_init_kwargs": {"device_map": "auto"}}, "moe", ("device_map",)),
+    "own_distributed_config": (
+        {**EP2, "model_init_kwargs": {"distributed_config": {"ep_size": 2}}},
+        "moe",
+        ("distributed_config",),
+    ),
+    "quantised": (EP2, "quantised", ("quantised",)),
+    "truncated_shard": (EP2, "truncated", ("model.safetensors", "truncated")),
+    "missing_shard": (EP2, "missing_shard", ("is missing", "-00002-of-")),
+    "no_model_there": (EP2, "nowhere", ("nowhere",)),
+}
+
+
+def try_all(models: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Rank function: exception class and message of every case."""
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+
+    from hf_fsdpturbo import FSDPTurboSFTConfig, FSDPTurboSFTTrainer, parallel_state
+    from tests.support.reference_run import forget_accelerate
+
+    result = {}
+    data = Dataset.from_dict({"text": texts(4)})
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(models["moe"])
+    for name, (fields, model, _) in CASES.items():
+        forget_accelerate()
+        parallel_state._STATE = None
+        try:
+            fields = {**DEFAULT_ARGS, "output_dir": tempfile.mkdtemp(), **fields}
+            args = FSDPTurboSFTConfig(**fields)
+            FSDPTurboSFTTrainer(models[model], args=args, train_dataset=data, processing_class=tokenizer)
+            result[name] = ("", "no error")
+        except Exception as error:  # noqa: BLE001  (the test says which class it has to be)
+            result[name] = (type(error).__name__, str(error))
+    # Nobody hangs, and the ranks are still in step: a real trainer is built last.
+    forget_accelerate()
+    parallel_state._STATE = None
+    args = FSDPTurboSFTConfig(**{**DEFAULT_ARGS, "output_dir": tempfile.mkdtemp(), **EP2})
+    FSDPTurboSFTTrainer(models["moe"], args=args, train_dataset=data, processing_class=tokenizer).train()
+    return result
+
+
+@pytest.fixture(scope="module")
+def models(tiny, tmp_path_factory) -> dict[str, str]:
+    import json
+    import shutil
+    from pathlib import Path
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def copy(path: str, name: str) -> Path:
+        target = tmp_path_factory.mktemp(name) / name
+        shutil.copytree(path, target)
+        return target
+
+    moe, pieces = tiny("qwen3_moe"), tiny("qwen3_moe", max_shard_size="20KB")
+    dense = copy(moe, "dense")
+    (dense / "model.safetensors").unlink()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=384, **sizes)).save_pretrained(dense)
+    truncated = copy(moe, "truncated")
+    weights = truncated / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    missing = copy(pieces, "missing")
+    next(missing.glob("*-00002-of-*")).unlink()
+    quantised = copy(moe, "quantised")
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (quantised / "config.json").write_text(json.dumps(config))
+    return {
+        "moe": moe,
+        "three_experts": tiny("qwen3_moe", num_experts=3),
+        "dense": str(dense),
+        "truncated": str(truncated),
+        "missing_shard": str(missing),
+        "quantised": str(quantised),
+        "nowhere": str(tmp_path_factory.mktemp("empty") / "nowhere"),
+    }
+
+
+@pytest.fixture(scope="module")
+def said(models) -> list[dict[str, tuple[str, str]]]:
+    return run_ranks(try_all, 2, models, timeout=150)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_clear_value_error_on_every_rank(said, case: str):
+    messages = set()
+    for rank in said:
+        kind, message = rank[case]
+        if case == "no_model_there":
+            assert kind in ("ValueError", "OSError"), (kind, message)  # Transformers' own words for a path that is no model
+        elif case == "upstream_missing":
+            assert kind in ("ValueError", "MissingDependencyError"), (kind, message)  # the latter is a ValueError too
+        else:
+            assert kind == "ValueError", (kind, message)
+        for part in CASES[case][2]:
+            assert part in message, message
+        messages.add(message)
+    assert len(messages) == 1, messages
+
+
+def build_arguments(use_cpu: bool) -> tuple[str, str]:
+    """Rank function: only the arguments."""
+    from hf_fsdpturbo import FSDPTurboTrainingArguments
+
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    try:
+        args = FSDPTurboTrainingArguments(tempfile.mkdtemp(), use_cpu=use_cpu, report_to="none", ep_size=2)
+        return "", f"world {args.world_size}"
+    except ValueError as error:
+        return type(error).__name__, str(error)
+
+
+def test_two_ranks_that_each_think_they_are_alone():
+    """Without use_cpu on a CPU machine accelerate joins no process group: two private trainings."""
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("needs a machine without an accelerator: there each rank takes one and joins")
+    for kind, message in run_ranks(build_arguments, 2, False, timeout=30):
+        assert kind == "ValueError"
+        assert "WORLD_SIZE=2" in message
+        assert "use_cpu" in message
+    assert run_ranks(build_arguments, 2, True, timeout=30) == [("", "world 2")] * 2
+
+
+def one_rank_fails(model: str, bad: str) -> tuple[str, str]:
+    """Rank function: rank 1's copy of the checkpoint is damaged, rank 0's is whole (node-local disks)."""
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+
+    from hf_fsdpturbo import FSDPTurboSFTConfig, FSDPTurboSFTTrainer
+
+    args = FSDPTurboSFTConfig(**{**DEFAULT_ARGS, "output_dir": tempfile.mkdtemp(), **EP2})
+    path = bad if args.process_index == 1 else model
+    data, tokenizer = Dataset.from_dict({"text": texts(4)}), PreTrainedTokenizerFast.from_pretrained(model)
+    try:
+        FSDPTurboSFTTrainer(path, args=args, train_dataset=data, processing_class=tokenizer)
+        return "", "no error"
+    except ValueError as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing_shard"])
+def test_a_file_that_only_one_rank_finds_damaged_stops_both(models, damage: str):
+    for kind, message in run_ranks(one_rank_fails, 2, models["moe"], models[damage], timeout=40):
+        assert kind == "ValueError"
+        assert "truncated" in message or "is missing" in message
+
+
+def changed_after_construction() -> tuple[str, str]:
+    from hf_fsdpturbo import FSDPTurboTrainingArguments
+
+    args = FSDPTurboTrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none")
+    args.ep_size = 2
+    try:
+        return "", str(args.fsdpturbo_params)
+    except ValueError as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_size_assigned_too_late_is_an_error():
+    for kind, message in run_ranks(changed_after_construction, 2, timeout=30):
+        assert kind == "ValueError"
+        assert "ep_size was changed" in message
