@@ -118,8 +118,13 @@ def use_kernels(model):
         apply_linear_attention(model, Choice(frozenset(), frozenset(), 16))
 
 
-def run_cut(kind, config, cp_size, fault=None):
-    """Rank function: every batch through the cut model; gradients as FSDP leaves them (mean over all ranks)."""
+def batches_of(names=None):
+    every = {**padded_batches(), **{name: batch for name, (batch, _) in packed_batches().items()}}
+    return {name: batch for name, batch in every.items() if names is None or name in names}
+
+
+def run_cut(kind, config, cp_size, fault=None, names=None):
+    """Rank function: batches through the cut model; gradients as FSDP leaves them (mean over all ranks)."""
     from hf_fsdpturbo.context_parallel import install
 
     init_gloo()
@@ -130,13 +135,23 @@ def run_cut(kind, config, cp_size, fault=None):
     if fault is not None:
         fault()
     results = {}
-    for name, batch in {**padded_batches(), **{n: b for n, (b, _) in packed_batches().items()}}.items():
+    for name, batch in batches_of(names).items():
         loss, logits, gradients = step(model, batch, aux="position_ids" not in batch)
         for gradient in gradients.values():
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
         results[name] = loss, logits, gradients
     return results if dist.get_rank() == 0 else None
+
+
+def run_whole(kind, config):
+    """The same at cp_size 1, in one process, as the pipeline leaves a model there."""
+    from hf_fsdpturbo.context_parallel import keep_documents_apart
+
+    model = make_model(kind, config)
+    use_kernels(model)
+    keep_documents_apart(model)
+    return {name: step(model, batch, aux="position_ids" not in batch) for name, batch in batches_of().items()}
 
 
 def references(kind, config, ours=False):
@@ -177,15 +192,75 @@ def model_kind(family):
     return family.split()[0]
 
 
-@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cut_model_equals_one_process(family, cp_size):
     kind, config = model_kind(family), FAMILIES[family]
-    found = run_ranks(run_cut, cp_size, kind, config, cp_size)[0]
+    if cp_size == 1:
+        found = run_plain(run_whole, kind, config)
+    else:
+        found = run_ranks(run_cut, cp_size, kind, config, cp_size)[0]
     expected = run_plain(references, kind, config)
     yardstick = run_plain(references, kind, config, True) if kind.startswith("qwen3_5_moe") else None
     print(f"\n{family} cp{cp_size}")
     assert not compare_all(found, expected, yardstick)
+
+
+# Faults: each must be seen.
+
+
+def no_columns_before():
+    from hf_fsdpturbo.context_parallel import linear_attention
+
+    linear_attention.columns_before = lambda x, width, group: torch.zeros_like(x[..., :width])
+
+
+def rule_on_the_slice():
+    from hf_fsdpturbo.context_parallel import linear_attention
+
+    linear_attention._exchange = lambda tensors, plan: tensors
+    linear_attention.heads_to_sequence = lambda out, group: out
+
+
+def gradient_not_times_cp():
+    from hf_fsdpturbo.context_parallel import exchange
+
+    def backward(ctx, gradient):
+        return gradient.chunk(ctx.size, dim=1)[ctx.rank], None
+
+    exchange._GatherSequence.backward = staticmethod(backward)
+
+
+def documents_lost():
+    from hf_fsdpturbo.context_parallel import plan
+
+    plan.derive_documents = lambda *args, **kwargs: None
+
+
+def padding_lost():
+    from hf_fsdpturbo.context_parallel import boundary
+
+    make_plan = boundary.make_plan
+    boundary.make_plan = lambda *args, **kwargs: make_plan(*args, **{**kwargs, "attention_mask": None})
+
+
+FAULTS = {
+    "no columns before": (no_columns_before, "whole rows"),
+    "rule on the slice": (rule_on_the_slice, "whole rows"),
+    "gradient not times cp": (gradient_not_times_cp, "whole rows"),
+    "documents lost": (documents_lost, "packed"),
+    "padding lost": (padding_lost, "padded left"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_seen(name):
+    fault, batch = FAULTS[name]
+    config = FAMILIES["qwen3_5_moe"]
+    expected = {n: r for n, r in run_plain(references, "qwen3_5_moe", config).items() if n == batch}
+    found = run_ranks(run_cut, 2, "qwen3_5_moe", config, 2, fault, [batch])[0]
+    wrong = compare_all(found, expected)
+    assert any(float(line.split()[-1]) > 1e-3 for line in wrong), wrong
 
 
 def saved_bytes(kind, config, cp_size):
