@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+SCRIPTS = sorted(RECIPES.glob("*.py"))
 YAMLS = sorted(RECIPES.glob("*.yaml"))
 
 
@@ -25,6 +26,7 @@ def script_of(path: Path) -> ModuleType:
 
 def test_there_is_something_to_check():
     assert RECIPES / "demo_sft.yaml" in YAMLS
+    assert RECIPES / "sft.py" in SCRIPTS
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
@@ -45,6 +47,22 @@ def test_an_unknown_key_is_an_error(path: Path, tmp_path: Path):
     recipe.write_text(path.read_text() + "\nep_sise: 2\n")
     with pytest.raises(ValueError, match="ep_sise"):
         script_of(path).make_parser().parse_args_and_config(["--config", str(recipe), "--output_dir", str(tmp_path)])
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_script_takes_our_fields_and_refuses_unknown_ones(path: Path, tmp_path: Path):
+    parser = load_script(path).make_parser()
+    common = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--model_name_or_path", "some/model"]
+    arguments = [*common, "--ep_size", "1", "--ep_dispatcher", "fused"]
+    _, training_args, model_args, _ = parser.parse_args_and_config(arguments)
+    assert (training_args.ep_size, training_args.ep_dispatcher) == (1, "fused")
+    assert model_args.model_name_or_path == "some/model"
+    with pytest.raises(ValueError, match="ep_sise"):
+        load_script(path).make_parser().parse_args_and_config([*common, "--ep_sise", "1"])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("ep_sise: 2\n")
+    with pytest.raises(ValueError, match="ep_sise"):
+        load_script(path).make_parser().parse_args_and_config([*common, "--config", str(recipe)])
 
 
 def test_sft_recipe_takes_a_json_file_and_a_folder(tmp_path: Path):

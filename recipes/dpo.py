@@ -1,0 +1,71 @@
+"""Direct preference optimisation with expert parallelism: `trl dpo`, with our two classes in it.
+
+The reference model is sharded like the policy: no rank holds a copy of it. What else differs from TRL's script, and
+how datasets are named, is said in recipes/sft.py. Rows: `prompt`, `chosen`, `rejected`.
+
+    accelerate launch --config_file accelerate_configs/cuda_ep8.yaml recipes/dpo.py \
+        --model_name_or_path Qwen/Qwen3-30B-A3B --dataset_name trl-lib/ultrafeedback_binarized \
+        --learning_rate 5.0e-7 --output_dir outputs/dpo
+"""
+
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+
+from hf_fsdpturbo import FSDPTurboDPOConfig, FSDPTurboDPOTrainer
+
+
+def load_splits(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig):
+    """A mixture (`datasets`) goes before a single name (`dataset_name`), as in TRL."""
+    from accelerate.logging import get_logger
+    from datasets import load_dataset
+    from trl import get_dataset
+
+    if dataset_args.datasets:
+        if script_args.dataset_name:
+            get_logger(__name__).warning("`datasets` is given, so `dataset_name` is not read.")
+        return get_dataset(dataset_args)
+    if script_args.dataset_name:
+        return load_dataset(
+            script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
+        )
+    raise ValueError("No dataset: give `dataset_name` (a Hub name or a folder), or `datasets` in the YAML.")
+
+
+def main(
+    script_args: ScriptArguments,
+    training_args: FSDPTurboDPOConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> None:
+    from trl import get_peft_config, get_quantization_config
+
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "trust_remote_code": training_args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    dataset = load_splits(script_args, dataset_args)
+
+    trainer = FSDPTurboDPOTrainer(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model(training_args.output_dir)
+    trainer.accelerator.print(f"Trained, and saved to {training_args.output_dir}.")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    trainer.end()
+
+
+def make_parser() -> TrlParser:
+    return TrlParser((ScriptArguments, FSDPTurboDPOConfig, ModelConfig, DatasetMixtureConfig))
+
+
+if __name__ == "__main__":
+    main(*make_parser().parse_args_and_config(fail_with_unknown_args=True))
