@@ -198,6 +198,8 @@ def main():
     tiny = ["--tiny"] if a.tiny else []
     block = [*session.python("benchmarks.moe_block"), *tiny, "--out", str(session.out / "moe_block.json")]
     session.step("moe block", block, 120)
+    if not a.tiny:
+        session.step("kernel sweep", session.python("benchmarks.kernel_sweep"), 90, tail=40)
     exchange = [*session.torchrun("benchmarks.moe_exchange"), *tiny, "--out", str(session.out / "moe_exchange.json")]
     session.step("moe exchange", exchange, 120)
     tests = [

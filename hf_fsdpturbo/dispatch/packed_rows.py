@@ -73,13 +73,14 @@ class _Pack(torch.autograd.Function):
     ) -> Tensor:
         ctx.plan, ctx.layout = plan, layout
         ctx.shape, ctx.weights_dtype = hidden_TD.shape, weights_TK.dtype
-        # Rows are packed before their number is known: a token has at most one a rank and one an expert. So the copy
-        # runs while the counts travel to the host.
+        # Rows are packed before their number is known: a token has at most one a rank and one an expert. So all of it
+        # is issued while the counts travel to the host, and only the exchange is left to issue after.
         most = hidden_TD.shape[0] * min(ranks, layout.top_k)
         packed = hidden_TD.new_empty(most, layout.width)
         plan.ops.scatter_rows(hidden_TD, plan.routing.row_position_TK, layout.rows(packed))
-        plan.finish()
+        plan.place()
         plan.ops.write_pairs(plan.routing, plan.slots_TK, weights_TK, layout.slots(packed), layout.weights(packed))
+        plan.finish()
         return packed[: sum(plan.send_splits)]
 
     @staticmethod
@@ -90,9 +91,7 @@ class _Pack(torch.autograd.Function):
             hidden = packed.new_empty(ctx.shape)
             plan.ops.gather_sum(layout.rows(packed), plan.routing.row_position_TK, hidden)
         if ctx.needs_input_grad[1]:
-            row_TK = plan.routing.pair_row_TK.long()
-            weights = layout.weights(packed)[row_TK, torch.arange(layout.top_k, device=packed.device)]
-            weights = weights.to(ctx.weights_dtype)
+            weights = layout.weights(packed).gather(0, plan.routing.pair_row_TK.long()).to(ctx.weights_dtype)
         return hidden, weights, None, None, None
 
 

@@ -30,7 +30,8 @@ class GatheredCounts:
 
 
 class RoutingPlan:
-    """One slice of tokens on its way to the experts; made by :func:`plan_slices`, complete after :meth:`finish`.
+    """One slice of tokens on its way to the experts, of :func:`plan_slices`; complete after :meth:`place` and
+    :meth:`finish`.
 
     Attributes:
         routing: this rank's own count; there from the start, as all that packing rows needs.
@@ -52,6 +53,7 @@ class RoutingPlan:
         self._rank = rank
         self._counts = counts
         self._part = part
+        self._placed = counts is None
         if counts is None:
             self.num_slots = routing.index_TK.numel()
             self.send_splits, self.receive_splits = [], []
@@ -62,11 +64,20 @@ class RoutingPlan:
         one)."""
         return SlotMap(self.slots_TK if slots_RK is None else slots_RK, self.offsets_L, self.num_slots)
 
-    def finish(self) -> RoutingPlan:
-        """Take the counts. The host waits here, once for all slices that were planned together; later calls do
-        nothing."""
+    def place(self) -> None:
+        """Slots and ends, on the device alone: the stream waits for the counts, the host does not. Once."""
+        if self._placed:
+            return
+        self._placed = True
+        assert self._counts is not None
+        self._counts.work.wait()
+        totals_PX = self._counts.device_table[:, self._part].contiguous()
+        self.slots_TK, self.offsets_L = self.ops.slot_pairs(self.routing, totals_PX, self._rank)
+
+    def finish(self) -> None:
+        """Splits and the number of slots: the host waits here, once for all slices that were planned together."""
         if self._counts is None:
-            return self
+            return
         counts, self._counts = self._counts, None
         counts.work.synchronize()
         table_PX = counts.host_table[:, self._part]
@@ -76,10 +87,6 @@ class RoutingPlan:
         self.send_splits = table_PX[self._rank, num_experts:].tolist()
         self.receive_splits = table_PX[:, num_experts + self._rank].tolist()
         self.num_slots = int(table_PX[:, self._rank * num_local : (self._rank + 1) * num_local].sum())
-        counts.work.wait()
-        totals_PX = counts.device_table[:, self._part].contiguous()
-        self.slots_TK, self.offsets_L = self.ops.slot_pairs(self.routing, totals_PX, self._rank)
-        return self
 
 
 def _gather_counts(totals: list[Tensor], group: ProcessGroup) -> GatheredCounts:

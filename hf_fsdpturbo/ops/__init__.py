@@ -96,6 +96,9 @@ class OpSet(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``(gradient of [S, 2F], gradient of the weights [S] float32, the forward's output again [S, F])``."""
 
+    def scale_(self, tensors: list[Tensor], factor: Tensor) -> None:
+        """Multiply tensors of one device in place by a scalar tensor, in float32, without a host sync."""
+
 
 # Device type -> the file that serves it.
 OPS: dict[str, str] = {

@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hf_fsdpturbo.compat import require
-from hf_fsdpturbo.ops.torch import accumulation_dtype, count_routing, slot_pairs, swiglu_backward, write_pairs
+from hf_fsdpturbo.ops.torch import (
+    accumulation_dtype,
+    count_routing,
+    scale_,
+    slot_pairs,
+    swiglu_backward,
+    write_pairs,
+)
 
 __all__ = [
     "alltoallv_grouped_mm",
@@ -27,6 +34,7 @@ __all__ = [
     "grouped_mm_alltoallv",
     "hccl_name",
     "load_torch_npu",
+    "scale_",
     "scatter_rows",
     "slot_pairs",
     "supports",

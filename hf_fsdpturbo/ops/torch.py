@@ -142,3 +142,9 @@ def swiglu_backward(
     gate_gradient = gradient * up * (sigmoid + silu * (1 - sigmoid))
     gate_up_gradient = torch.cat([gate_gradient, gradient * silu], dim=-1)
     return gate_up_gradient.to(gate_up_SF.dtype), weights_gradient_S, output.to(gate_up_SF.dtype)
+
+
+def scale_(tensors: list[Tensor], factor: Tensor) -> None:
+    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor.to(tensors[0].device))

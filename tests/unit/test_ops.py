@@ -240,6 +240,17 @@ def test_a_wrong_weight_gradient_would_be_seen(ops, monkeypatch):
     assert relative(*results[1]) < 2e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_scale(ops, dtype):
+    """In place, in float32, contiguous or not, empty tensors too."""
+    values = [torch.randn(5000).to(dtype), torch.randn(7, 3).to(dtype).t(), torch.empty(0, dtype=dtype)]
+    factor = torch.tensor(0.3)
+    want = [(v.double() * factor.double()).to(dtype) for v in values]
+    ops.scale_(values, factor)
+    for got, wanted in zip(values, want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6 if dtype != torch.bfloat16 else 0, atol=0)
+
+
 def test_unknown_device_is_named():
     with pytest.raises(ValueError, match="'tpu'"):
         get_ops("tpu")
