@@ -6,6 +6,7 @@ only; a replicated axis holds the same elements again and must not be added.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from hf_fsdpturbo.ops import OPS, get_ops
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
     return [ParameterGroup(mesh, axes, tuple(members)) for (mesh, axes), members in groups.items()]
 
 
+@torch.no_grad()
 def _local_gradients(group: ParameterGroup) -> list[Tensor]:
     gradients = [p.grad for p in group.parameters if p.grad is not None]
     return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
@@ -91,19 +95,15 @@ def _device(groups: list[ParameterGroup]) -> torch.device:
     return groups[0].parameters[0].device if groups else torch.device("cpu")
 
 
-def group_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
-    """Global norm of the gradients of each kind of parameter: ``dense``, ``expert``, ``replicated``; float32 scalars.
-
-    Collective over all ranks. A gradient that is None counts as zero.
-    """
-    norm_type = _check_norm_type(norm_type)
-    groups = parameter_groups(model)
+def _norms(groups: list[ParameterGroup], gradients: list[list[Tensor]], norm_type: float) -> dict[str, Tensor]:
     device = _device(groups)
     powers: dict[str, list[Tensor]] = {}
-    for group in groups:
-        local = _local_power_sum(_local_gradients(group), norm_type, device)
-        powers.setdefault(group.name, []).append(_reduce(local, group, norm_type))
-    return {name: _root(values, norm_type) for name, values in powers.items()}
+    for group, local in zip(groups, gradients, strict=True):
+        power = _reduce(_local_power_sum(local, norm_type, device), group, norm_type)
+        powers.setdefault(group.name, []).append(power)
+    norms = {name: _root(values, norm_type) for name, values in powers.items()}
+    total = _root([n if math.isinf(norm_type) else n**norm_type for n in norms.values()], norm_type) if norms else None
+    return {**norms, "total": torch.zeros(()) if total is None else total}
 
 
 def _root(powers: list[Tensor], norm_type: float) -> Tensor:
@@ -111,11 +111,30 @@ def _root(powers: list[Tensor], norm_type: float) -> Tensor:
     return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
 
 
-def total_norm(norms: dict[str, Tensor], norm_type: float = 2.0) -> Tensor:
-    """Norm of everything from :func:`group_norms`; float32 scalar."""
-    if not norms:
-        return torch.zeros(())
-    return _root([n if math.isinf(norm_type) else n**norm_type for n in norms.values()], norm_type)
+def _scale(gradients: list[list[Tensor]], coefficient: Tensor) -> None:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in itertools.chain.from_iterable(gradients):
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, tensors in by_device.items():
+        get_ops(device.type if device.type in OPS else "cpu").scale_(tensors, coefficient.to(device))
+
+
+def group_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
+    """Global norm of the gradients of each kind of parameter (``dense``, ``expert``, ``replicated``) and in ``total``.
+
+    Float32 scalars, equal on all ranks. Collective over all ranks. A gradient that is None counts as zero.
+    """
+    groups = parameter_groups(model)
+    return _norms(groups, [_local_gradients(group) for group in groups], _check_norm_type(norm_type))
+
+
+def clip_groups_(groups: list[ParameterGroup], max_norm: float, norm_type: float = 2.0) -> dict[str, Tensor]:
+    """:func:`clip_grad_norm_` on groups made once; returns what :func:`group_norms` does, of before clipping."""
+    gradients = [_local_gradients(group) for group in groups]
+    norms = _norms(groups, gradients, _check_norm_type(norm_type))
+    if not math.isinf(max_norm):
+        _scale(gradients, torch.clamp(max_norm / (norms["total"] + 1e-6), max=1.0))
+    return norms
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -132,21 +151,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Raises:
         ValueError: another norm_type.
     """
-    norm_type = _check_norm_type(norm_type)
-    norm = total_norm(group_norms(model, norm_type), norm_type)
-    if not math.isinf(max_norm):
-        scale_gradients_(model, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-    return norm
-
-
-def scale_gradients_(model: nn.Module, coefficient: Tensor) -> None:
-    """Multiply every local gradient by a scalar tensor, without a host sync."""
-    by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for group in parameter_groups(model):
-        for gradient in _local_gradients(group):
-            by_device.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, _), gradients in by_device.items():
-        torch._foreach_mul_(gradients, coefficient.to(device))
+    return clip_groups_(parameter_groups(model), max_norm, norm_type)["total"]
 
 
 def warm_up(model: nn.Module, norm_type: float = 2.0) -> None:
@@ -157,7 +162,7 @@ def warm_up(model: nn.Module, norm_type: float = 2.0) -> None:
         _reduce(torch.zeros((), device=device), group, _check_norm_type(norm_type))
 
 
-def average_replicated_gradients_(model: nn.Module) -> None:
+def average_replicated_gradients_(groups: list[ParameterGroup]) -> None:
     """Average the gradients of plain (nowhere sharded) trainable parameters over all ranks; None counts as zero.
 
     Call it once a step, before the norm. Averaging an accumulated gradient again is harmless: the average of what is
@@ -165,7 +170,7 @@ def average_replicated_gradients_(model: nn.Module) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    for group in parameter_groups(model):
+    for group in groups:
         if group.mesh is None:
             for parameter in group.parameters:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
