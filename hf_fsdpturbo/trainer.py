@@ -25,7 +25,7 @@ from hf_fsdpturbo.checkpoint.hooks import CheckpointHooks
 from hf_fsdpturbo.context_parallel.hooks import ContextParallelHooks
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize import ShardingReport
-from hf_fsdpturbo.parallelize.build import build_model, refuse_model, shard_given_model
+from hf_fsdpturbo.parallelize.build import build_model, refuse_model, reload_weights, shard_given_model
 from hf_fsdpturbo.parallelize.reference import add_reference, hash_shards, trainer_functions_replaced
 
 
@@ -44,6 +44,8 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
     parallel_state: FSDPTurboParallelState | None = None
     sharding_report: ShardingReport | None = None
     last_group_norms: dict[str, Tensor] | None = None
+    _gradient_groups: list[grad_norm.ParameterGroup] | None = None
+    _peft_model: nn.Module | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs)
@@ -82,16 +84,25 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         self.parallel_state = FSDPTurboParallelState.initialize(topology, config.device.type, timeout=timeout)
 
     def _shard_models(self, given: dict[str, Any], config: FSDPTurboArguments) -> None:
-        """Replace ``model`` in the parent's arguments by the sharded one."""
-        model = given.get("model")
+        """Replace ``model`` in the parent's arguments by the sharded one.
+
+        With ``peft_config`` the parent gets the base model and takes our PEFT model from ``get_peft_model``.
+        """
+        model, state = given.get("model"), self.parallel_state
+        peft_config = None if state is None else given.get("peft_config")
         if isinstance(model, str):
-            given["model"], self.sharding_report = build_model(type(self), model, config, self.parallel_state)
+            model, self.sharding_report = build_model(type(self), model, config, state, peft_config=peft_config)
         elif isinstance(model, nn.Module):
-            given["model"], self.sharding_report = shard_given_model(model, config, self.parallel_state)
+            model, self.sharding_report = shard_given_model(model, config, state, peft_config=peft_config)
+        if peft_config is not None:
+            self._peft_model, model = model, cast(Any, model).get_base_model()
+        given["model"] = model
 
     def _trl_functions(self) -> dict[str, Any]:
         """Functions of TRL that cannot take sharded models, by name, and ours in their place."""
-        return {} if self.parallel_state is None else {"hash_module": hash_shards}
+        if self.parallel_state is None:
+            return {}
+        return {"hash_module": hash_shards, "get_peft_model": lambda model, config, **kwargs: self._peft_model}
 
     def _finish_set_up(self, config: FSDPTurboArguments) -> None:
         """Warm up communicators and print one summary on rank 0."""
@@ -122,8 +133,12 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         if self.parallel_state is None:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
+    def _load_hub_weights(self, directory: str) -> None:
+        reload_weights(self.model, directory, self.args, self.parallel_state)
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Optimizer over sharded parameters: after an evaluation some units are still whole."""
+        self._gradient_groups = None
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -140,13 +155,11 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         return self._norm_and_clip(model, float("inf"))
 
     def _norm_and_clip(self, model: nn.Module, max_norm: float) -> Tensor:
-        grad_norm.average_replicated_gradients_(model)
-        norms = grad_norm.group_norms(model)
-        norm = grad_norm.total_norm(norms)
-        self.last_group_norms = {**norms, "total": norm}
-        if max_norm != float("inf"):
-            grad_norm.scale_gradients_(model, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
+        if self._gradient_groups is None:  # as static as the optimizer's own list of parameters
+            self._gradient_groups = grad_norm.parameter_groups(model)
+        grad_norm.average_replicated_gradients_(self._gradient_groups)
+        self.last_group_norms = grad_norm.clip_groups_(self._gradient_groups, max_norm)
+        return self.last_group_norms["total"]
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: each trial would build a new model past the sharded loader."""
