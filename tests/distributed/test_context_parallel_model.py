@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.compare import TOLERANCE, distance
 from tests.support.spawn import init_gloo, run_plain, run_ranks
-from tests.support.tiny_models import VOCAB_SIZE, tiny_model
+from tests.support.tiny_models import VOCAB_SIZE, tiny_config, tiny_model
 
 FAMILIES = {
     "qwen3_moe": {},
@@ -21,6 +21,7 @@ FAMILIES = {
     "deepseek_v3": {},
     "qwen3_5_moe": {"layers": 4},
     "qwen3_5_moe_vl": {"layers": 4},
+    "qwen3_next": {"layers": 4},
     "gpt_oss": {"sliding_window": 6, "attn_implementation": "eager"},
 }
 DOCUMENTS = {"packed": [[7, 1, 12, 9]], "packed by lengths": [[3, 5, 17, 2]], "packed and padded": [[9, 8], [4, 1, 6]]}
@@ -94,6 +95,8 @@ def step(model, batch, aux):
 
 def make_model(kind, config):
     """A tiny model; "qwen3_5_moe_vl" is the vision-language class: embeddings are made outside its text model."""
+    if kind == "qwen3_next":
+        return qwen3_next(**config)
     if kind != "qwen3_5_moe_vl":
         return tiny_model(kind, **config)
     from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
@@ -106,6 +109,27 @@ def make_model(kind, config):
     )
     model.model.language_model.load_state_dict(text.model.state_dict())  # well-conditioned weights
     model.lm_head.load_state_dict(text.lm_head.state_dict())
+    return model
+
+
+def qwen3_next(**config):
+    """The other family with a gated delta rule: interleaved projections, positions of one axis."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    same = tiny_config("qwen3_5_moe", **config).to_dict()
+    names = (
+        "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim num_experts "
+        "num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size linear_key_head_dim "
+        "linear_value_head_dim linear_num_key_heads linear_num_value_heads layer_types initializer_range pad_token_id"
+    ).split()
+    torch.manual_seed(0)
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(**{name: same[name] for name in names}))
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if name.endswith("A_log"):
+                tensor.uniform_(0.05, 0.5).log_()  # as in tiny_model: else its gradient is rounding noise
+            elif name.endswith("norm.weight"):
+                tensor.add_(0.5)
     return model
 
 
@@ -201,7 +225,7 @@ def test_cut_model_equals_one_process(family, cp_size):
     else:
         found = run_ranks(run_cut, cp_size, kind, config, cp_size)[0]
     expected = run_plain(references, kind, config)
-    yardstick = run_plain(references, kind, config, True) if kind.startswith("qwen3_5_moe") else None
+    yardstick = run_plain(references, kind, config, True) if kind.startswith(("qwen3_5_moe", "qwen3_next")) else None
     print(f"\n{family} cp{cp_size}")
     assert not compare_all(found, expected, yardstick)
 
