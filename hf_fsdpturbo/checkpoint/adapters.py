@@ -15,7 +15,7 @@ from hf_fsdpturbo.checkpoint.hub import reshard
 ADAPTER_FILE = "adapter_model.safetensors"
 
 
-def is_peft(model: nn.Module) -> bool:
+def is_peft(model: Any) -> bool:
     """Whether the model is PEFT's wrapper (told by its attribute: the package is optional)."""
     return getattr(model, "peft_config", None) is not None and hasattr(model, "get_base_model")
 

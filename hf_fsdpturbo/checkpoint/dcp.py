@@ -208,8 +208,10 @@ def check_fit(
         raise ValueError(f"The checkpoint {directory} belongs to another model or other settings. {text}.")
 
 
-def read_into(directory: str, state: dict[str, Tensor]) -> None:
+def read_into(directory: str, state: dict[str, Tensor], reader: FileSystemReader | None = None) -> None:
     """Read tensors in place, each rank its own part; collective. Keys are those of the directory.
+
+    ``reader`` may be given to keep the directory's index between calls.
 
     Raises:
         CheckpointError: on every rank.
@@ -217,7 +219,7 @@ def read_into(directory: str, state: dict[str, Tensor]) -> None:
     error: BaseException | None = None
     try:
         with _without_notice():
-            dcp.load(dict(state), storage_reader=FileSystemReader(directory), no_dist=world_size() == 1)
+            dcp.load(dict(state), storage_reader=reader or FileSystemReader(directory), no_dist=world_size() == 1)
     except FAILURES as caught:
         error = caught
     agree(error, f"reading {directory}")

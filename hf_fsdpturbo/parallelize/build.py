@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import set_seed
 
+from hf_fsdpturbo.checkpoint.adapters import is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize import (
     ShardingReport,
@@ -18,8 +19,16 @@ from hf_fsdpturbo.parallelize import (
     parallelize_model,
     prepare_one_process,
 )
+from hf_fsdpturbo.parallelize.adapters import Adapter
+from hf_fsdpturbo.parallelize.initial_weights import (
+    copy_shards,
+    load_dcp,
+    load_on_rank0,
+    own_class,
+    weights_from_rank0,
+)
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
-from hf_fsdpturbo.weights import check_checkpoint_files, load_sharded
+from hf_fsdpturbo.weights import check_checkpoint_files, check_loading_info, load_sharded, report_fresh_heads
 
 if TYPE_CHECKING:
     from hf_fsdpturbo.arguments import FSDPTurboArguments
@@ -88,10 +97,14 @@ def build_model(
     state: FSDPTurboParallelState | None,
     *,
     defaults: dict[str, Any] | None = None,
+    use_dcp_path: bool = True,
+    peft_config: Any = None,
 ) -> tuple[Any, ShardingReport]:
     """Load a model from a path, every rank its own slices; in one process, load it whole.
 
-    ``defaults`` are ``from_pretrained`` keywords below ``model_init_kwargs``.
+    ``defaults`` are ``from_pretrained`` keywords below ``model_init_kwargs``. ``use_dcp_path=False``: the model is not
+    the one that ``dist_config`` ``dcp_path`` is about (a reference of its own). With ``peft_config`` a sharded run
+    returns the PEFT model; in one process TRL makes it.
 
     Raises:
         ValueError: the checkpoint is damaged or does not fit; sizes do not fit the model.
@@ -102,16 +115,53 @@ def build_model(
     if state is None:
         check_checkpoint_files(path)
         model = build(path, **{**kwargs, "device_map": None})
-        return model, prepare_one_process(model, config, Topology.resolve(1))
+        return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     check_gradient_scale(state, fsdp_options(config))
+    adapter = Adapter(peft_config)
     reports: list[ShardingReport] = []
+    if config.init_params.name == "init_on_default":
+        check_checkpoint_files(path)
+        model, info = build(path, output_loading_info=True, **{**kwargs, "device_map": None})
+        report_fresh_heads(path, check_loading_info(path, info))
+        check_model(model, config, state)
+        model, report = adapter.parallelize(model, config, state)
+        _place_unsharded(model, config.device)
+        return adapter.finish(_filled(model, config, use_dcp_path), config.device), report
 
     def shard(model: nn.Module) -> nn.Module:
-        sharded, report = parallelize_model(model, config, state)
+        sharded, report = adapter.parallelize(model, config, state)
         reports.append(report)
         return sharded
 
-    return load_sharded(path, build, shard, device=config.device, **kwargs), reports[0]
+    if config.init_params.name == "init_on_rank0":
+        plain = partial(build, path, **{**kwargs, "device_map": None})
+        whole = load_on_rank0(plain, lambda info: report_fresh_heads(path, check_loading_info(path, info)))
+        with weights_from_rank0(whole, config.device):
+            model = load_sharded(path, build, shard, device=config.device, **kwargs)
+    else:
+        model = load_sharded(path, build, shard, device=config.device, **kwargs)
+    return adapter.finish(_filled(model, config, use_dcp_path), config.device), reports[0]
+
+
+def _filled(model: Any, config: FSDPTurboArguments, use_dcp_path: bool) -> Any:
+    """The model with the weights of ``dcp_path``, where there is one."""
+    dcp_path = config.fsdpturbo_params.dcp_path
+    if dcp_path is not None and use_dcp_path:
+        load_dcp(model, dcp_path)
+    return model
+
+
+def reload_weights(
+    model: Any, directory: str, config: FSDPTurboArguments, state: FSDPTurboParallelState | None
+) -> None:
+    """Fill a (sharded) model in place from Hub files of the same model: a second one is loaded beside it for a moment."""
+    loader = partial(own_class(model).from_pretrained, dtype=model.dtype)
+    if state is None:
+        fresh = loader(directory)
+    else:
+        placed = partial(parallelize_model, args=config, state=state)
+        fresh = load_sharded(directory, loader, lambda meta: placed(meta)[0], device=config.device)
+    copy_shards(model, fresh)
 
 
 def _refuse_quantised(path: str, kwargs: dict[str, Any]) -> None:
@@ -125,9 +175,16 @@ def _refuse_quantised(path: str, kwargs: dict[str, Any]) -> None:
 
 
 def shard_given_model(
-    model: Any, config: FSDPTurboArguments, state: FSDPTurboParallelState | None
+    model: Any,
+    config: FSDPTurboArguments,
+    state: FSDPTurboParallelState | None,
+    *,
+    use_dcp_path: bool = True,
+    peft_config: Any = None,
 ) -> tuple[Any, ShardingReport]:
     """Shard a model object that every rank holds whole, in place; in one process, only convert its dtype.
+
+    It may be a PEFT model; with ``peft_config`` a sharded run makes it one.
 
     Raises:
         ValueError: sizes do not fit the model.
@@ -136,12 +193,14 @@ def shard_given_model(
     if storage is not None:
         model = model.to(storage)
     if state is None:
-        return model, prepare_one_process(model, config, Topology.resolve(1))
-    check_model(model, config, state)
+        return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
+    set_seed(cast(Any, config).seed)  # where TRL does it too, before it draws an adapter
+    adapter = Adapter(peft_config, model)
+    base = model.get_base_model() if is_peft(model) else model
     check_gradient_scale(state, fsdp_options(config))
-    model, report = parallelize_model(model, config, state)
-    _place_unsharded(model, config.device)
-    return model, report
+    base, report = adapter.parallelize(base, config, state)
+    _place_unsharded(base, config.device)
+    return adapter.finish(_filled(base, config, use_dcp_path), config.device), report
 
 
 def _place_unsharded(model: nn.Module, device: torch.device) -> None:

@@ -15,8 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.arguments import FSDPTurboArguments
+from hf_fsdpturbo.checkpoint.adapters import is_peft
 from hf_fsdpturbo.checkpoint.hub import reshard
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.parallelize.adapters import refuse_second_adapter
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
 
 
@@ -39,6 +41,8 @@ def add_reference(
     given = bound.arguments
     policy, reference = given.get("model"), given.get("ref_model")
     if reference is None:
+        if state is not None and given.get("peft_config") is None and is_peft(policy):
+            refuse_second_adapter(policy)
         if _needs_none(given, config):
             return
         policy_config = getattr(policy, "config", None)
@@ -51,17 +55,20 @@ def add_reference(
     if reference is policy and not isinstance(policy, str):
         raise ValueError("ref_model and model are the same object. Leave ref_model out, or pass another one.")
     if isinstance(reference, str):
-        reference, _ = build_model(trainer_class, reference, config, state, defaults=_as_policy(policy))
+        as_policy, own = _as_policy(policy), given.get("ref_model") is not None
+        reference, _ = build_model(
+            trainer_class, reference, config, state, defaults=as_policy, use_dcp_path=not own
+        )
     elif isinstance(reference, nn.Module):
-        reference, _ = shard_given_model(reference, config, state)
+        reference, _ = shard_given_model(reference, config, state, use_dcp_path=False)
     if state is not None:
         reference.register_forward_hook(_reshard_after)
     given["ref_model"] = reference
 
 
 def _needs_none(given: dict[str, Any], config: FSDPTurboArguments) -> bool:
-    adapter = given.get("peft_config") is not None or getattr(given.get("model"), "peft_config", None) is not None
-    return adapter or bool(getattr(config, "precompute_ref_log_probs", False))
+    adapted = given.get("peft_config") is not None or is_peft(given.get("model"))
+    return adapted or bool(getattr(config, "precompute_ref_log_probs", False))
 
 
 def _as_policy(policy: Any) -> dict[str, Any]:

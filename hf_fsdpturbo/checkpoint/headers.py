@@ -1,0 +1,117 @@
+"""Headers of a safetensors checkpoint against the model that will be read from it: shapes, and no expert left out.
+
+Transformers stacks per-expert tensors in the order in which it meets them: with one expert missing, the next one takes
+its place, and a rank that holds no expert from the end of the list notices nothing. So the headers are checked first.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# file name -> key -> {"shape": [...], ...}, as safetensors writes it
+Headers = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One tensor of the checkpoint."""
+
+    file: str
+    key: str
+    shape: tuple[int, ...]
+
+
+def check_headers(model: PreTrainedModel, directory: str, headers: Headers) -> None:
+    """Compare what the files hold with what the (meta) model needs, by Transformers' own renaming and conversion.
+
+    Keys that the model does not know, and parameters that no key belongs to, are left to the loader's report: it knows
+    what may be missing.
+
+    Args:
+        model: built, not yet sharded.
+        directory: of the checkpoint, for the messages.
+        headers: of all its files.
+
+    Raises:
+        ValueError: a tensor of another shape, or an incomplete set of per-expert tensors; names file and key.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = {p: t for t in transforms if isinstance(t, WeightConverter) for p in t.source_patterns}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    unique = list(dict.fromkeys(converters.values()))
+    stacked: dict[str, dict[str, list[_Source]]] = {}
+    for file, header in headers.items():
+        for key, entry in header.items():
+            source = _Source(os.path.join(directory, file), key, tuple(entry["shape"]))
+            name, pattern = rename_source_key(key, renamings, unique, model.base_model_prefix, wanted)
+            if name not in wanted and key in wanted:
+                name, pattern = key, None
+            if name in wanted and pattern is None:
+                _check_shape(source, name, wanted[name])
+            elif name in wanted and pattern is not None:
+                stacked.setdefault(name, {}).setdefault(pattern, []).append(source)
+    for name, sources in stacked.items():
+        _check_stack(name, wanted[name], sources, converters[next(iter(sources))])
+
+
+def _check_shape(source: _Source, name: str, wanted: tuple[int, ...]) -> None:
+    if source.shape != wanted:
+        raise ValueError(
+            f"{source.file}: {source.key} has shape {source.shape}, but {name} of the model has {wanted}. Use the "
+            "model's own checkpoint and config."
+        )
+
+
+def _check_stack(name: str, wanted: tuple[int, ...], sources: dict[str, list[_Source]], converter: Any) -> None:
+    """Tensors that are stacked and joined into one parameter: as many of each kind, together as large as it is."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    if len(converter.target_patterns) > 1 or not all(
+        isinstance(step, (Concatenate, MergeModulelist)) for step in converter.operations
+    ):
+        return  # split, transposed or permuted on the way: sizes are the loader's business
+    fullest = max(sources.values(), key=len)
+    for pattern in converter.source_patterns:
+        present = sources.get(pattern, [])
+        if len(present) < len(fullest):
+            raise ValueError(_missing(name, pattern, present, fullest, sources))
+    for group in sources.values():
+        usual = Counter(source.shape for source in group).most_common(1)[0][0]
+        for source in group:
+            if source.shape != usual:
+                raise ValueError(
+                    f"{source.file}: {source.key} has shape {source.shape}, but its neighbours, from which {name} is "
+                    f"made too, have {usual}. Copy the checkpoint again."
+                )
+    held = sum(math.prod(source.shape) for group in sources.values() for source in group)
+    if held != math.prod(wanted):
+        first, others = fullest[0], sum(map(len, sources.values())) - 1
+        raise ValueError(
+            f"{first.file}: {first.key} and {others} more hold {held} elements, but {name} {wanted} of the model has "
+            f"{math.prod(wanted)}. An expert is missing, or the config is another model's."
+        )
+
+
+def _missing(
+    name: str, pattern: str, present: list[_Source], fullest: list[_Source], sources: dict[str, list[_Source]]
+) -> str:
+    """Say which key is not there, judged by its neighbours of another kind."""
+    full_pattern = next(p for p, group in sources.items() if group is fullest)
+    tail, own_tail = full_pattern.rpartition("*")[2].rstrip("$"), pattern.rpartition("*")[2].rstrip("$")
+    there = {source.key for source in present}
+    expected = [source.key.removesuffix(tail) + own_tail for source in fullest]
+    lacking = [key for key in expected if key not in there] or [f"one of {pattern}"]
+    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    directory = os.path.dirname(fullest[0].file)
+    return f"{directory} lacks {lacking[0]}{more}, from which {name} is made. Copy the whole checkpoint."

@@ -1,0 +1,160 @@
+"""`hf-fsdpturbo export CHECKPOINT OUT`: a Hub checkpoint from a sharded one, on one machine, without a GPU.
+
+The model is built on meta, for its names only; one tensor after another is read from the shards and written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from hf_fsdpturbo.checkpoint import commit, dcp, facts, hub
+
+_OURS = re.compile(
+    r"dcp|optimizer\.json|topology\.json|COMPLETE\.json|scheduler\.pt|scaler\.pt|rng_state.*\.pth|trainer_state\.json"
+    r"|training_args\.bin|model.*\.safetensors(\.index\.json)?"
+)
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class _Reader(FileSystemReader):
+    """Reads the index once, not once a tensor."""
+
+    _index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._index is None:
+            self._index = super().read_metadata(*args, **kwargs)
+        return self._index
+
+
+class DcpTensors:
+    """Tensors of a DCP directory for :func:`hub.export_tensors`; those of one module are kept while it is converted.
+
+    Args:
+        directory: DCP directory.
+        tensors: meta tensors by name in the model.
+    """
+
+    def __init__(self, directory: str, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.directory, self.reader = directory, _Reader(directory)
+        self.held: dict[str, Tensor] = {}
+
+    def rows(self, name: str, start: int, stop: int, writer: int) -> Tensor | None:
+        """Rows ``[start, stop)`` on the CPU."""
+        if name not in self.held:
+            module = name.rpartition(".")[0]
+            self.held = {other: tensor for other, tensor in self.held.items() if other.rpartition(".")[0] == module}
+            meta = self.tensors[name]
+            whole = torch.empty(meta.shape, dtype=meta.dtype)
+            dcp.read_into(self.directory, {f"model.{name}": whole}, self.reader)
+            self.held[name] = whole
+        return self.held[name][start:stop] if self.held[name].ndim else self.held[name]
+
+    def owner_of_rows(self, name: str, start: int, stop: int) -> list[int]:
+        """The one process there is."""
+        return [0]
+
+
+def _model_class(name: str, config: Any, trust_remote_code: bool) -> Any:
+    import transformers
+
+    if trust_remote_code and getattr(config, "auto_map", None):
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM
+    found = getattr(transformers, name, None)
+    if found is None:
+        raise ValueError(
+            f"topology.json names the model class {name!r}, which transformers {transformers.__version__} does not have. "
+            "Use the release that trained it, or --trust-remote-code for a model with its own code."
+        )
+    return found
+
+
+def skeleton(checkpoint: str, trust_remote_code: bool) -> Any:
+    """The checkpoint's model on meta, with the names its weights came with."""
+    from transformers import AutoConfig
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    described = facts.read(checkpoint)
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    build = _model_class(described["model_class"], config, trust_remote_code)
+    with torch.device("meta"):
+        model = build.from_config(config) if hasattr(build, "from_config") else build(config)
+    if described["hub_conversions"] is not None:
+        known = get_model_conversion_mapping(model)
+        kept = [c for c in known if facts.conversion_key(c) in described["hub_conversions"]]
+        if len(kept) != len(described["hub_conversions"]):
+            raise ValueError(
+                f"{checkpoint} was trained from weights whose names this transformers release cannot make: "
+                f"{described['hub_conversions']}. Use transformers {described['versions']['transformers']}."
+            )
+        model._weight_conversions = kept
+    return model
+
+
+def export_checkpoint(checkpoint: str, out: str, max_file_bytes: int, trust_remote_code: bool = False) -> list[str]:
+    """Write ``out`` from a finished ``checkpoint-N``; names of the weight files.
+
+    Raises:
+        ValueError: not a finished checkpoint, no shards in it, ``out`` not empty, or a class that is not known.
+    """
+    commit.verify(checkpoint)
+    directory = os.path.join(checkpoint, dcp.DCP_DIR)
+    if os.path.exists(os.path.join(checkpoint, "adapter_config.json")):
+        raise ValueError(f"{checkpoint} is of a PEFT model: its adapter files are there already, load them with PEFT.")
+    if not os.path.isdir(directory):
+        raise ValueError(f"{checkpoint} holds no shards (save_only_model): it is a Hub checkpoint already.")
+    if os.path.isdir(out) and os.listdir(out):
+        raise ValueError(f"{out} is not empty. Choose a new directory.")
+    model = skeleton(checkpoint, trust_remote_code)
+    saved = dcp.saved_shapes(dcp.read_metadata(directory), "model.")
+    wanted = hub.saved_tensors(model)
+    dcp.check_fit(directory, {name: saved[name] for name in wanted if name in saved}, wanted, same_dtype=False)
+    tensors = {
+        name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype, device="meta") for name in wanted
+    }
+    os.makedirs(out, exist_ok=True)
+    for entry in sorted(os.listdir(checkpoint)):
+        source = os.path.join(checkpoint, entry)
+        if not _OURS.fullmatch(entry):
+            shutil.copytree(source, os.path.join(out, entry)) if os.path.isdir(source) else shutil.copy(source, out)
+    return hub.export_tensors(model, DcpTensors(directory, tensors), out, max_file_bytes)
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", text.strip().upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MB or a number of bytes")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="hf-fsdpturbo export", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", help="a finished checkpoint-N directory")
+    parser.add_argument("out", help="new directory for the Hub checkpoint")
+    parser.add_argument("--max-file-size", type=_size, default="5GB", help="size at which a new file begins (5GB)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run model code that lies in the checkpoint")
+    arguments = parser.parse_args(argv)
+    try:
+        names = export_checkpoint(
+            arguments.checkpoint, arguments.out, arguments.max_file_size, arguments.trust_remote_code
+        )
+    except (ValueError, OSError) as error:
+        print(f"hf-fsdpturbo export: {error}", file=sys.stderr)
+        return 1
+    print(f"{arguments.out}: {len(names)} weight file(s)")
+    return 0
