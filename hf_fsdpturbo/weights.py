@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdpturbo.checkpoint.agreement import FAILURES, agree, world_size
+from hf_fsdpturbo.checkpoint.headers import Headers, check_headers
+
 FRESH_HEADS = ("score.", "classifier.")
 """Task heads that a base checkpoint does not have: they start fresh, equal on all ranks. The rest must be there."""
 REPLACED_HEAD = "lm_head."
@@ -68,23 +71,47 @@ def load_sharded(
     """
     from transformers.distributed import DistributedConfig
 
-    check_checkpoint_files(path)
     kwargs = dict(from_pretrained_kwargs)
     kwargs["device_map"] = None if device.type == "cpu" else {"": device}
 
     def shard_on_meta(model: nn.Module) -> nn.Module:
+        check_headers(cast(Any, model), path, headers)
         keep_float32(model)
         with same_random_state(device):
             model = shard(model)
         draw_heads_whole(model)
         return model
 
-    with sharding_during_load(shard_on_meta):
-        model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
+    with raised_on_every_rank(path):
+        headers = check_checkpoint_files(path)
+        with sharding_during_load(shard_on_meta):
+            model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
+        fresh_heads = check_loading_info(path, info)
     del model._init_weights
-    report_fresh_heads(path, check_loading_info(path, info))
+    report_fresh_heads(path, fresh_heads)
     own_storage(model)
     return model
+
+
+@contextlib.contextmanager
+def raised_on_every_rank(path: str) -> Iterator[None]:
+    """Exchange what loading ran into (a file may be damaged on one machine only); the block holds no collective.
+
+    Raises:
+        ValueError: the error itself where all ranks met the same, else one that names the ranks and the first message.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except FAILURES as caught:
+        error = caught
+    messages: list[str | None] = [None if error is None else str(error)]
+    if world_size() > 1:
+        messages = [None] * world_size()
+        torch.distributed.all_gather_object(messages, None if error is None else str(error))
+    if isinstance(error, ValueError) and len(set(messages)) == 1:
+        raise error
+    agree(error, f"loading {path}")
 
 
 @contextlib.contextmanager
@@ -212,16 +239,16 @@ def copy_full_tensor_(target: Tensor, full: Tensor) -> None:
             local.copy_(full[own].to(device=local.device, dtype=local.dtype))
 
 
-def check_checkpoint_files(path: str) -> None:
+def check_checkpoint_files(path: str) -> Headers:
     """Read the headers of a local safetensors checkpoint: every file of the index is there, whole, and has its keys.
 
-    Hub ids and other formats are left to Transformers.
+    Hub ids and other formats are left to Transformers; they give no headers.
 
     Raises:
         ValueError: naming the file, and the key where there is one.
     """
     if not os.path.isdir(path):
-        return
+        return {}
     index_path = os.path.join(path, "model.safetensors.index.json")
     if os.path.isfile(index_path):
         weight_map: dict[str, str] = _read_json(index_path).get("weight_map", {})
@@ -229,8 +256,10 @@ def check_checkpoint_files(path: str) -> None:
         for key, name in weight_map.items():
             if key not in headers[name]:
                 raise ValueError(f"{os.path.join(path, name)} lacks the key {key!r} that the index promises.")
-    elif os.path.isfile(single := os.path.join(path, "model.safetensors")):
-        safetensors_header(single)
+        return headers
+    if os.path.isfile(single := os.path.join(path, "model.safetensors")):
+        return {"model.safetensors": safetensors_header(single)}
+    return {}
 
 
 def _read_json(path: str) -> dict[str, Any]:

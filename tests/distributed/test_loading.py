@@ -204,8 +204,15 @@ def _damage_missing_dense(path: Path) -> str:
 
 
 def _damage_missing_expert(path: Path) -> str:
+    """Left to itself the loader puts the next expert in its place, on a rank that has no later one without an error."""
     _rewrite(path, EXPERT, lambda tensor: {})
-    return "model.layers.1.mlp.experts"
+    return EXPERT
+
+
+def _damage_missing_whole_expert(path: Path) -> str:
+    for part in ("up_proj", "gate_proj", "down_proj"):
+        _rewrite(path, EXPERT.replace("up_proj", part), lambda tensor: {})
+    return "An expert is missing"
 
 
 def _damage_unexpected(path: Path) -> str:
@@ -220,7 +227,7 @@ def _damage_dense_shape(path: Path) -> str:
 
 def _damage_expert_shape(path: Path) -> str:
     _rewrite(path, EXPERT, lambda tensor: {EXPERT: tensor[:-4].contiguous()})
-    return "experts"
+    return EXPERT
 
 
 DAMAGES = {name.removeprefix("_damage_"): f for name, f in globals().items() if name.startswith("_damage_")}
