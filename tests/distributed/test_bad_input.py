@@ -134,8 +134,8 @@ def test_one_clear_value_error_on_every_rank(said, case: str):
     messages = set()
     for rank in said:
         kind, message = rank[case]
-        if case == "no_model_there":
-            assert kind in ("ValueError", "OSError"), (kind, message)  # Transformers' own words for a path that is no model
+        if case == "no_model_there":  # Transformers' own words
+            assert kind in ("ValueError", "OSError"), (kind, message)
         elif case == "upstream_missing":
             assert kind in ("ValueError", "MissingDependencyError"), (kind, message)  # the latter is a ValueError too
         else:

@@ -169,7 +169,8 @@ def test_replicated_axes_counted_as_shards_is_seen():
     found = run_ranks(measure, 4, "replicas", timeout=150)[0]
     for layout in LAYOUTS:
         for norm_type in (1.0, 2.0):
-            right = found[layout, norm_type][2]["total"] == pytest.approx(on_paper(layout, norm_type)["total"], rel=1e-5)
+            paper = on_paper(layout, norm_type)["total"]
+            right = found[layout, norm_type][2]["total"] == pytest.approx(paper, rel=1e-5)
             assert right is ("edp2" not in layout and "hsdp2" not in layout), (layout, norm_type)
 
 

@@ -15,6 +15,7 @@ from tests.support.tiny_models import texts
 ALL = {0, 1, 2, 3, 4, 5, 6, 7}
 NEVER = -30.0
 EP2 = {"ep_size": 2}
+FREE_MODULES = {**EP2, "dist_config": {"fsdp_ignored_modules": ["model.norm", "*.q_norm"]}}
 
 
 def freeze_experts(model: nn.Module) -> None:
@@ -107,7 +108,7 @@ def used(tiny):
         "evaluated_between": Run(
             path, data, {"eval_strategy": "steps", "eval_steps": 1}, EP2, eval_data={"text": texts(6, seed=3)}
         ),
-        "free_modules": Run(path, data, {}, {**EP2, "dist_config": {"fsdp_ignored_modules": ["model.norm", "*.q_norm"]}}),
+        "free_modules": Run(path, data, {}, FREE_MODULES),
         "sgd": Run(path, data, {"optim": "sgd", "learning_rate": 0.5}, EP2),
     }
     return sharded_and_reference(runs, 2, timeout=200)
@@ -128,7 +129,7 @@ def test_use_keeps_parity(used, name: str):
 
 
 def test_uneven_last_batch_repeats_samples(used):
-    """Eleven samples, batches of two over two ranks: the last round is filled with repeats, and is in the comparison."""
+    """Eleven samples, batches of two over two ranks: the last round is filled with repeats, and is compared too."""
     for name, steps in (("uneven_last_batch", 3), ("uneven_accumulation", 2)):
         record, _, _ = used[name]
         assert len(record.losses) == steps
@@ -149,7 +150,8 @@ def test_frozen_experts_stay_frozen(used):
 def test_tied_weight_is_one(used):
     record, _, _ = used["tied"]
     assert "lm_head.weight" not in record.weights
-    assert not torch.equal(record.weights["model.embed_tokens.weight"], record.start_weights["model.embed_tokens.weight"])
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(record.weights[name], record.start_weights[name])
 
 
 def test_evaluation_equals_one_process(used):
@@ -162,7 +164,7 @@ def test_evaluation_equals_one_process(used):
 
 
 def test_free_modules_are_plain_and_equal_on_ranks(used):
-    """Trainable parameters under fsdp_ignored_modules: averaged by us, in the norm once (the comparison covers both)."""
+    """Trainable parameters under fsdp_ignored_modules: averaged by us, in the norm once (the comparison has both)."""
     record, _, _ = used["free_modules"]
     free = [name for name in record.weights if name == "model.norm.weight" or name.endswith("q_norm.weight")]
     assert len(free) == 3

@@ -1,4 +1,4 @@
-"""`save_model`: plain Transformers loads it, under the names the checkpoint came with, and gives the trainer's logits."""
+"""`save_model`: plain Transformers loads it, under the names the source has, and gives the trainer's logits."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Comparison:
         bad = sum(not row.ok for row in self.rows)
         ranked = sorted(self.rows, key=lambda row: row.distance / row.allowed, reverse=True)[:10]
         lines = [f"{bad} of {len(self.rows)} out of tolerance; the worst:"]
-        lines += [f"  {'ok ' if r.ok else 'BAD'} {r.distance:9.2e} (allowed {r.allowed:.1e})  {r.what}" for r in ranked]
+        lines += [f"  {'ok' if r.ok else 'BAD':3} {r.distance:9.2e} (allowed {r.allowed:.1e})  {r.what}" for r in ranked]
         return "\n".join(lines)
 
 

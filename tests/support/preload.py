@@ -1,7 +1,7 @@
 """What every spawned rank needs, imported once in the fork server: importing trl costs seconds, forking does not.
 
-`spawn.py` hands this module to the fork server. An import error here would be swallowed there and reported by the first
-rank that needs the package, with its own traceback.
+`spawn.py` hands this module to the fork server. An import error here would be swallowed there and reported by the
+first rank that needs the package, with its own traceback.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
-"""One plain process on the very micro-batches that the ranks saw, and the recorder that collects the same from both sides.
+"""One plain process on the very micro-batches that the ranks saw, and the recorder of both sides.
 
-Note [Why the micro-batches are replayed]. With W ranks and accumulation g, one optimizer step is W*g micro-batches. The
-router's aux loss is a statistic of a micro-batch and repeats of an uneven last batch count twice, so another split of the
-same samples is another loss (2 to 6 % off). Ranks therefore record what reached ``training_step``; the reference is the
-stock trainer in one process, fed those micro-batches with accumulation W*g. That is exact: TRL and Trainer divide the
-token loss by the tokens of the whole step over all ranks (then FSDP's mean over ranks cancels their factor W), and TRL
-divides the aux loss by g on each of W ranks, which is W*g here.
+Note [Why the micro-batches are replayed]. With W ranks and accumulation g, one optimizer step is W*g micro-batches.
+The router's aux loss is a statistic of a micro-batch and repeats of an uneven last batch count twice, so another split
+of the same samples is another loss (2 to 6 % off). Ranks therefore record what reached ``training_step``; the reference
+is the stock trainer in one process, fed those micro-batches with accumulation W*g. That is exact: TRL and Trainer
+divide the token loss by the tokens of the whole step over all ranks (then FSDP's mean over ranks cancels their factor
+W), and TRL divides the aux loss by g on each of W ranks, which is W*g here.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Run:
         trainer: "sft", "dpo", "reward" or "plain" (``transformers.Trainer``).
         as_object: give the trainer a model object instead of the path.
         prepare: importable ``f(model)`` called on that object before the trainer gets it (``as_object`` only).
-        before_train: importable ``f(trainer) -> Any`` called before ``train()``; its result goes into ``Record.extra["before"]``.
-        after_train: the same after it, into ``Record.extra["after"]``.
+        before_train: importable ``f(trainer) -> Any`` called before ``train()``; gives ``Record.extra["before"]``.
+        after_train: the same after it, gives ``Record.extra["after"]``.
         model_kwargs: ``model_init_kwargs`` (TRL) or keywords of ``from_pretrained``.
         eval_data: columns of the evaluation set.
         gradients: whether to record the gradients of every step (as the optimizer gets them, clipped).

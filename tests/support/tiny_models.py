@@ -1,4 +1,4 @@
-"""Tiny MoE checkpoints of five families, a byte-level tokenizer and real text: everything made on the spot, no network.
+"""Tiny MoE checkpoints of five families, a byte-level tokenizer and real text: all made on the spot, no network.
 
 Weights are drawn at std 0.02: at 0.08 training is chaotic and agreeing runs drift apart. Experts of different sizes in
 hidden and ffn dims, so that a swapped dim cannot go unseen.
@@ -148,10 +148,10 @@ def _deepseek_v3(num_experts: int) -> dict[str, Any]:
 def tiny_model(kind: str, *, dtype: str = "float32", seed: int = 0, **config: Any) -> Any:
     """A whole model of one family with seeded weights; ``config`` as in :func:`tiny_config`.
 
-    Norm weights, biases and correction biases are moved off their constant start, so that a wrong one is seen. Two things
-    are made well conditioned for comparisons: norm weights that start at zero (relative distances mean little there), and
-    the decay rates of linear attention (as initialised, up to 16, the state forgets everything in one token and their
-    own gradients are rounding noise).
+    Norm weights, biases and correction biases are moved off their constant start, so that a wrong one is seen. Two
+    things are made well conditioned for comparisons: norm weights that start at zero (relative distances mean little
+    there), and the decay rates of linear attention (as initialised, up to 16, the state forgets everything in one token
+    and their own gradients are rounding noise).
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -205,8 +205,8 @@ def save_tiny(
 def steer(model: Any, favour: dict[int, float]) -> None:
     """Make every router favour experts: adds to expert ``e``'s score for every token (large negative: never chosen).
 
-    Through what the family has: a correction bias, a router bias, or (linear routers) an embedding dim that is the same
-    for all tokens and that the router reads. In place; the checkpoint saved from it routes so everywhere.
+    Through what the family has: a correction bias, a router bias, or (linear routers) an embedding dim that is the
+    same for all tokens and that the router reads. In place; the checkpoint saved from it routes so everywhere.
     """
     import torch
 
