@@ -9,7 +9,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hf_fsdpturbo.dispatch import Dispatcher, get_dispatcher
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.sharding.adapted_experts import AdaptedExperts
 from hf_fsdpturbo.sharding.expert_fsdp import fully_shard_experts
+from hf_fsdpturbo.sharding.expert_lora import wrapper_chain
 from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts, shard_experts
 
 
@@ -56,7 +58,8 @@ def route_experts(
 ) -> ModuleExperts:
     """EP, dispatcher and EFSDP of one experts module; ``options`` are those of the outer units."""
     topology = state.topology
-    experts = shard_experts(module, state.ep_mesh, num_experts)
+    view = AdaptedExperts if wrapper_chain(module) else ModuleExperts
+    experts = shard_experts(module, state.ep_mesh, num_experts, view)
     group = state.ep_mesh.get_group() if topology.ep_size > 1 else None
     module.forward = RoutedForward(experts, get_dispatcher(dispatcher)(group, num_experts))
     fully_shard_experts(

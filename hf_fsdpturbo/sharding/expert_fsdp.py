@@ -10,13 +10,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from hf_fsdpturbo import compat
+from hf_fsdpturbo.sharding.expert_lora import FACTORS, base_module
 
 # Note [Which dim experts are sharded on]
 # Dim 0 (whole experts) when the shard group divides the local experts: nothing is cut inside a matrix. Otherwise the
 # *input* dim of the stacked matrices: dim 2, or dim 1 in transposed layouts. Never the output dim of a concatenated
 # gate_up_proj: loaders cut gate and up separately, and the rows would come back permuted without an error. Biases then
 # go on their only other dim, unless they are such a concatenation. No shard may be uneven or empty: FSDP refuses
-# uneven ones on dims other than 0, and Transformers' loader fails on empty ones with a bare IndexError.
+# uneven ones on dims other than 0, and Transformers' loader fails on empty ones with a bare IndexError. LoRA factors
+# go on the features they share with the base: lora_A [L, r, I] on dim 2, lora_B [L, O, r] on dim 1.
 
 
 def expert_shard_dim(parameter: nn.Parameter, num_local_experts: int, shard_size: int, transposed: bool) -> int:
@@ -32,9 +34,10 @@ def check_expert_shards(module: nn.Module, name: str, num_local_experts: int, sh
     Raises:
         ValueError: naming the layer, the parameter, both numbers.
     """
-    transposed = bool(getattr(module, "is_transposed", False))
-    concatenated = bool(getattr(module, "is_concatenated", True))
+    experts = base_module(module)
+    concatenated = bool(getattr(experts, "is_concatenated", True))
     for parameter_name, parameter in module.named_parameters():
+        transposed = _dim_1(parameter_name, bool(getattr(experts, "is_transposed", False)))
         dim = expert_shard_dim(parameter, num_local_experts, shard_size, transposed)
         if dim == 0:
             continue
@@ -45,6 +48,12 @@ def check_expert_shards(module: nn.Module, name: str, num_local_experts: int, sh
                 f"efsdp_size * cp_size ({shard_size}) must divide the {num_local_experts} local experts of "
                 f"{name}.{parameter_name}{other}. Choose another efsdp_size or ep_size."
             )
+
+
+def _dim_1(parameter_name: str, transposed: bool) -> bool:
+    """Whether a stacked matrix that is not cut by experts is cut on dim 1."""
+    factor = next((part for part in parameter_name.split(".") if part in FACTORS), None)
+    return transposed if factor is None else factor == "lora_B"
 
 
 def fully_shard_experts(
@@ -65,10 +74,11 @@ def fully_shard_experts(
         options: further arguments of ``fully_shard`` (policies, reshard_after_forward).
     """
     shard_size = mesh.size(mesh.ndim - 1)
-    transposed = bool(getattr(module, "is_transposed", False))
+    transposed = bool(getattr(base_module(module), "is_transposed", False))
+    on_dim_1 = {parameter: _dim_1(name, transposed) for name, parameter in module.named_parameters()}
 
     def placement(parameter: nn.Parameter) -> Shard:
-        return Shard(expert_shard_dim(parameter, num_local_experts, shard_size, transposed))
+        return Shard(expert_shard_dim(parameter, num_local_experts, shard_size, on_dim_1[parameter]))
 
     fully_shard(module, mesh=mesh, shard_placement_fn=placement, **options)
     assert isinstance(module, FSDPModule)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from hf_fsdpturbo.sharding.expert_lora import base_module
+
 
 class _TouchWeights(torch.autograd.Function):
     """Ties weights to an output that does not use them, with zero gradients: see Note [Ranks without tokens]."""
@@ -123,14 +125,19 @@ def check_experts(module: nn.Module, name: str, ep_size: int) -> int:
     return num_experts
 
 
-def shard_experts(module: nn.Module, ep_mesh: DeviceMesh, num_experts: int) -> ModuleExperts:
+def shard_experts(
+    module: nn.Module, ep_mesh: DeviceMesh, num_experts: int, view: type[ModuleExperts] = ModuleExperts
+) -> ModuleExperts:
     """Keep this rank's block of experts: parameters become ``DTensor Shard(0)`` on ep, trainable as they were.
 
-    A whole (or meta) tensor is expected on every rank; each takes its own slice, nothing is communicated.
+    A whole (or meta) tensor is expected on every rank; each takes its own slice, nothing is communicated. The module
+    may be wrapped by adapters whose factors are stored expert first; ``view`` is then ``AdaptedExperts``.
     """
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        local = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
-        setattr(module, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            local = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
+            setattr(owner, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
     num_local_experts = num_experts // ep_mesh.size()
-    cast(Any, module).num_experts = num_local_experts  # the forward of Transformers sizes its histograms with it
-    return ModuleExperts(module, module.forward, num_local_experts)
+    experts = base_module(module)
+    cast(Any, experts).num_experts = num_local_experts  # the forward of Transformers sizes its histograms with it
+    return view(module, experts.forward, num_local_experts)

@@ -1,0 +1,276 @@
+"""LoRA: adapters go in before sharding, step aside while the base weights are read, and are drawn as in one process.
+
+    build on meta -> add_adapter -> shard (wrappers inside) -> hide -> Transformers reads the base weights
+                  -> show -> draw_adapters: every rank draws each layer whole, keeps its slice
+
+FSDP keeps module objects, not names: hidden wrappers stay sharded while the loader sees the names of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_fsdpturbo.arguments import FSDPTurboArguments
+from hf_fsdpturbo.checkpoint.adapters import is_peft
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.parallelize import ShardingReport, find_experts, parallelize_model
+from hf_fsdpturbo.sharding.expert_lora import FACTORS, is_param_wrapper, store_expert_first, to_expert_first
+from hf_fsdpturbo.weights import copy_full_tensor_
+
+PLAIN_INITS = (True, False, "gaussian")
+"""Values of init_lora_weights that need nothing of the base weights, which no rank holds whole."""
+
+
+class Adapter:
+    """The adapter of one load: from ``peft_config``, or in a PEFT model that was given whole, or none.
+
+    Args:
+        config: what to add; None adds nothing.
+        model: the model that was given, if it was an object.
+    """
+
+    def __init__(self, config: Any, model: Any = None) -> None:
+        self.config = config
+        self.peft_model: Any = model if is_peft(model) else None
+        self.on_meta = False
+        self.show: Callable[[], None] = lambda: None
+
+    def parallelize(
+        self, model: Any, args: FSDPTurboArguments, state: FSDPTurboParallelState
+    ) -> tuple[Any, ShardingReport]:
+        """``parallelize_model`` of a base model with the adapter in it; after it the wrappers are hidden.
+
+        Raises:
+            ValueError: the adapter does not fit; naming field, value, rule, fix.
+        """
+        if self.config is not None:
+            self.on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
+            self.peft_model = add_adapter(model, self.config)
+        elif self.peft_model is not None:
+            make_shardable(self.peft_model)
+        if self.peft_model is not None and args.fsdpturbo_params.ep_backend != "torch":
+            raise ValueError(
+                f"ep_backend={args.fsdpturbo_params.ep_backend!r} does not take LoRA. Set ep_backend to 'torch'."
+            )
+        model, report = parallelize_model(model, args, state)
+        if self.peft_model is not None:
+            self.show = hide(model)
+            self.peft_model._is_accelerate_prepared = True
+        return model, report
+
+    def finish(self, model: Any, device: torch.device) -> Any:
+        """The PEFT model, adapters drawn; the model itself where there is no adapter."""
+        self.show()
+        if self.on_meta:
+            materialise(self.peft_model, device)
+            draw_adapters(self.peft_model)
+        return model if self.peft_model is None else self.peft_model
+
+
+def check_peft_config(config: Any) -> None:
+    """Refuse what cannot be exact on sharded weights, before anything is built; every rank raises alike.
+
+    Raises:
+        ValueError: naming field, value, rule, fix.
+    """
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != "LORA":
+        raise ValueError(f"peft_config.peft_type is {kind}, but sharded models take only LORA. Use LoraConfig.")
+    refused = {
+        "use_dora": (config.use_dora, "it needs norms of whole weights", "Leave it out"),
+        "bias": (config.bias != "none", "base biases stay frozen", 'Set bias="none"'),
+        "lora_bias": (config.lora_bias, "it is not built", "Leave it out"),
+        "layer_replication": (config.layer_replication, "it changes the model's layers", "Leave it out"),
+        "trainable_token_indices": (config.trainable_token_indices, "it is not built", "Leave it out"),
+        "init_lora_weights": (
+            config.init_lora_weights not in PLAIN_INITS,
+            "it reads whole base weights, which no rank holds",
+            f"Use one of {list(PLAIN_INITS)}",
+        ),
+    }
+    for field, (found, reason, fix) in refused.items():
+        if found:
+            value = getattr(config, field)
+            raise ValueError(f"peft_config.{field}={value!r} is not supported on sharded models: {reason}. {fix}.")
+    if config.target_parameters and config.lora_dropout:
+        raise ValueError(
+            f"peft_config.lora_dropout is {config.lora_dropout}, but with target_parameters it must be 0: dropout "
+            "cannot be applied to a weight's update. Set lora_dropout=0 (--lora_dropout 0; TRL's default is 0.05)."
+        )
+
+
+def check_target_parameters(config: Any, model: nn.Module) -> None:
+    """Every entry of ``target_parameters`` names a parameter of the model.
+
+    Raises:
+        ValueError: naming the entry and what there is.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for target in config.target_parameters or ():
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            stacked = sorted({".".join(name.split(".")[-3:]) for name, p in model.named_parameters() if p.ndim == 3})
+            raise ValueError(
+                f"peft_config.target_parameters: {target!r} names no parameter of {type(model).__name__}. Use the end "
+                f"of a parameter's name; stacked over experts are {stacked or 'none'}."
+            )
+
+
+def add_adapter(model: Any, config: Any) -> Any:
+    """``get_peft_model`` on a model that is not sharded yet (on meta or whole), experts' factors stored expert first.
+
+    Raises:
+        ValueError: the configuration does not fit; see the checks above.
+    """
+    from peft import get_peft_model
+
+    check_peft_config(config)
+    check_target_parameters(config, model)
+    on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
+    peft_model = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
+    make_shardable(peft_model)
+    return peft_model
+
+
+def make_shardable(peft_model: Any) -> None:
+    """Store the factors of experts expert first, in place; for a PEFT model that is not sharded yet.
+
+    Raises:
+        ValueError: an adapter of a kind that is not built; names the layer.
+    """
+    base = peft_model.get_base_model()
+    experts = find_experts(base, 1)
+    for name, module in experts.items():
+        store_expert_first(module, name)
+    for name, wrapper in wrappers(base):
+        if name in experts and not is_param_wrapper(wrapper):
+            raise ValueError(f"modules_to_save: {name} are experts, which cannot be copied. Use target_parameters.")
+        for layer in layers_inside(wrapper):
+            if any(len(getattr(layer, kind, ())) for kind in ("lora_embedding_A", "lora_magnitude_vector")):
+                raise ValueError(f"{name}: LoRA on embeddings and DoRA are not supported on sharded models.")
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether PEFT put this module in place of another one (a tuner layer, or a copy that is trained whole)."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+
+
+def wrappers(base: nn.Module) -> list[tuple[str, Any]]:
+    """Outermost wrappers by name, in module order."""
+    found: list[tuple[str, Any]] = []
+    for name, module in base.named_modules():
+        inside = found and name.startswith(f"{found[-1][0]}.")
+        if not inside and is_wrapper(module):
+            found.append((name, module))
+    return found
+
+
+def layers_inside(wrapper: Any) -> Iterator[Any]:
+    """The tuner layers of one place, innermost first: the order in which PEFT made them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if isinstance(wrapper, BaseTunerLayer):
+        yield from layers_inside(wrapper.base_layer)
+        yield wrapper
+
+
+def hide(base: nn.Module) -> Callable[[], None]:
+    """Put the wrapped modules themselves back in their places; returns the undo."""
+    hidden: list[tuple[nn.Module, str, nn.Module]] = []
+    for name, wrapper in wrappers(base):
+        parent_name, _, child = name.rpartition(".")
+        hidden.append((base.get_submodule(parent_name), child, wrapper))
+    for parent, child, wrapper in hidden:
+        parent._modules[child] = _original(wrapper)
+
+    def show() -> None:
+        for parent, child, wrapper in hidden:
+            parent._modules[child] = wrapper
+
+    return show
+
+
+def _original(wrapper: Any) -> nn.Module:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return wrapper.get_base_layer() if isinstance(wrapper, BaseTunerLayer) else wrapper.original_module
+
+
+def materialise(peft_model: nn.Module, device: torch.device) -> None:
+    """Give what is still on meta (adapters, copies of modules_to_save) memory, sharded as it is, with any values."""
+    for module in peft_model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.device.type != "meta":
+                continue
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            value: Tensor = torch.empty(local.shape, dtype=parameter.dtype, device=device)
+            if isinstance(parameter, DTensor):
+                value = DTensor.from_local(
+                    value,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+            module._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+def draw_adapters(peft_model: Any) -> None:
+    """Initialise adapters on sharded weights as PEFT does on whole ones, from this process's CPU random state.
+
+    Layer by layer in PEFT's order (modules, then parameters) every rank draws the whole factors and keeps its slice:
+    ranks that start from one seed agree, and agree with one process. modules_to_save become copies of originals.
+    """
+    (adapter,) = peft_model.peft_config
+    kind = peft_model.peft_config[adapter].init_lora_weights
+    found = wrappers(peft_model.get_base_model())
+    for on_parameters in (False, True):
+        for _, wrapper in found:
+            if is_param_wrapper(wrapper) is on_parameters:
+                for layer in layers_inside(wrapper):
+                    _draw_layer(layer, adapter, kind)
+    for _, wrapper in found:
+        if hasattr(wrapper, "modules_to_save"):
+            original = dict(wrapper.original_module.named_parameters())
+            with torch.no_grad():
+                for name, parameter in wrapper.modules_to_save[adapter].named_parameters():
+                    parameter.copy_(original[name])
+
+
+def _draw_layer(layer: Any, adapter: str, kind: Any) -> None:
+    stored = {factor: getattr(layer, factor)[adapter] for factor in FACTORS}
+    a, b = (stored[factor].weight for factor in FACTORS)
+    num_experts = a.shape[0] if a.ndim == 3 else 1
+    rank, columns, rows = a.shape[-2] * num_experts, a.shape[-1], b.shape[-2]
+    drawn = {"lora_A": nn.Linear(columns, rank, bias=False), "lora_B": nn.Linear(rank, rows, bias=False)}
+    for factor, linear in drawn.items():
+        getattr(layer, factor)[adapter] = linear
+    layer.reset_lora_parameters(adapter, kind)
+    base_dtype = (layer.get_param() if is_param_wrapper(layer) else layer.get_base_layer().weight).dtype
+    for factor, linear in stored.items():
+        getattr(layer, factor)[adapter] = linear
+        whole = drawn[factor].weight.detach().to(base_dtype)  # PEFT rounds to the base dtype on its way to float32
+        if linear.weight.ndim == 3:
+            whole = to_expert_first(factor, whole, num_experts)
+        copy_full_tensor_(linear.weight, whole)
+
+
+def refuse_second_adapter(policy: Any) -> None:
+    """TRL would add a reference adapter to a PEFT model after it is sharded, which PEFT cannot do.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"model is a {type(policy).__name__} and ref_model is None: TRL would add an adapter named 'ref' to the "
+        "sharded model, which PEFT cannot do. Pass the base model's path with peft_config (the reference is then the base "
+        "model), or pass ref_model."
+    )
