@@ -21,11 +21,13 @@ from transformers.trainer_utils import enable_full_determinism
 
 from hf_fsdpturbo import compat, grad_norm
 from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, sizes_for_world
+from hf_fsdpturbo.checkpoint.adapters import is_peft
 from hf_fsdpturbo.checkpoint.hooks import CheckpointHooks
 from hf_fsdpturbo.context_parallel.hooks import ContextParallelHooks
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize import ShardingReport
 from hf_fsdpturbo.parallelize.build import build_model, refuse_model, reload_weights, shard_given_model
+from hf_fsdpturbo.parallelize.merged_export import export_merged
 from hf_fsdpturbo.parallelize.reference import add_reference, hash_shards, trainer_functions_replaced
 
 
@@ -132,6 +134,17 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         """A sharded model is where it belongs."""
         if self.parallel_state is None:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def save_merged_model(self, output_dir: str) -> None:
+        """Write a Hub checkpoint with the adapter merged into the base weights; called by all ranks.
+
+        Raises:
+            ValueError: the model has no adapter.
+            CheckpointError: on every rank, if one could not write.
+        """
+        if not is_peft(self.model):
+            raise ValueError("save_merged_model: the model has no adapter. Use save_model.")
+        export_merged(self.model, output_dir, self.hub_file_bytes, self.processing_class)
 
     def _load_hub_weights(self, directory: str) -> None:
         reload_weights(self.model, directory, self.args, self.parallel_state)

@@ -1,18 +1,25 @@
-"""LoRA and other PEFT adapters: always written as adapter files that plain PEFT loads."""
+"""LoRA adapters: always written as adapter files that plain PEFT loads, and read back from such files.
+
+In the model the factors of experts are stored expert first (``sharding/expert_lora.py``); files have PEFT's layout.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from hf_fsdpturbo.checkpoint.boxes import local_box, local_tensor
+from hf_fsdpturbo.checkpoint.commit import read_json
 from hf_fsdpturbo.checkpoint.hub import reshard
+from hf_fsdpturbo.sharding.expert_lora import expert_factors, to_expert_first, to_peft
 
-ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+SCALING_FIELDS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+"""Fields of an adapter's configuration that decide its strength: a file read under other values is another adapter."""
 
 
 def is_peft(model: Any) -> bool:
@@ -21,33 +28,51 @@ def is_peft(model: Any) -> bool:
 
 
 def gather_adapter(model: nn.Module) -> dict[str, Tensor]:
-    """Trainable tensors, whole, on the CPU of rank 0 (empty elsewhere); collective. Adapters are small."""
+    """Trainable tensors in PEFT's layout, whole, on the CPU of rank 0 (empty elsewhere); collective. Few bytes."""
     reshard(model)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    return get_model_state_dict(model, options=options)
+    state = cast(dict[str, Tensor], get_model_state_dict(model, options=options))
+    factors = expert_factors(model)
+    return {name: to_peft(factors[name], t).contiguous() if name in factors else t for name, t in state.items()}
 
 
 def load_adapter(model: nn.Module, directory: str) -> None:
-    """Copy an adapter file of the same adapter into the (sharded) model in place; every rank reads its own slices.
+    """Copy an adapter file of the same adapter into the (sharded) model in place; every rank keeps its own slices.
 
     Raises:
-        ValueError: the file lacks a tensor or has one of another shape.
+        ValueError: the file is of another adapter: strength, names or shapes differ; names file and field.
     """
     from peft import get_peft_model_state_dict
     from safetensors import safe_open
 
     reshard(model)
+    (adapter,) = cast(Any, model).peft_config
+    _check_strength(cast(Any, model).peft_config[adapter], os.path.join(directory, ADAPTER_CONFIG))
     trainable = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     targets: dict[str, Any] = get_peft_model_state_dict(model, state_dict=trainable)
+    factors = {name.replace(f".{adapter}.", "."): factor for name, factor in expert_factors(model).items()}
     path = os.path.join(directory, ADAPTER_FILE)
     with safe_open(path, framework="pt") as file, torch.no_grad():
+        if set(file.keys()) != set(targets):
+            odd = sorted(set(file.keys()) ^ set(targets))
+            raise ValueError(f"{path} is another adapter: {odd[:4]} are only in the file or only in the model.")
         for name, target in targets.items():
-            if name not in file.keys():
-                raise ValueError(f"{path} lacks {name}: it is another adapter.")
-            rows = file.get_slice(name)
-            if tuple(rows.get_shape()) != tuple(target.shape):
-                raise ValueError(f"{path}: {name} has shape {rows.get_shape()}, the model's has {tuple(target.shape)}.")
+            whole = file.get_tensor(name)
+            if name in factors:
+                whole = to_expert_first(factors[name], whole, target.shape[0])
+            if tuple(whole.shape) != tuple(target.shape):
+                raise ValueError(f"{path}: {name} has shape {tuple(whole.shape)}, the model's {tuple(target.shape)}.")
             box, local = local_box(target), local_tensor(target)
             if local.numel():
                 own = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
-                local.copy_(rows[own])
+                local.copy_(whole[own])
+
+
+def _check_strength(config: Any, path: str) -> None:
+    saved = read_json(path)
+    for field in SCALING_FIELDS:
+        mine, other = getattr(config, field), saved.get(field)
+        if (mine or None) != (other or None):
+            raise ValueError(
+                f"{path}: {field} is {other!r}, but the model's adapter has {mine!r}. Use the same peft_config."
+            )

@@ -70,6 +70,17 @@ class CheckpointHooks:
         with together(f"saving to {directory}"):
             commit.wait_visible(directory)
 
+    def load_adapter(self, directory: str) -> None:
+        """Fill the model's adapter from adapter files (ours or plain PEFT's); called by all ranks, before ``train()``.
+
+        Raises:
+            ValueError: the model has no adapter, or the files are of another one; on every rank.
+        """
+        with together(f"reading {directory}"):
+            if not adapters.is_peft(self.model):
+                raise ValueError("load_adapter: the model has no adapter. Pass peft_config to the trainer.")
+            adapters.load_adapter(self.model, directory)
+
     def _save_weights(self, directory: str) -> None:
         if not adapters.is_peft(self.model):
             export_model(self.model, directory, self.hub_file_bytes)
@@ -218,9 +229,12 @@ class CheckpointHooks:
             commit.verify(resume_from_checkpoint)
             directory = os.path.join(resume_from_checkpoint, dcp.DCP_DIR)
             if not os.path.isdir(directory):
+                fix = "Give it as the model's path to start a new run from it."
+                if adapters.is_peft(self.model):
+                    fix = "Call trainer.load_adapter(directory) before train() to start a new run from its adapter."
                 raise ValueError(
-                    f"resume_from_checkpoint: {resume_from_checkpoint} was written with save_only_model and has no optimizer. "
-                    "Give it as the model's path to start a new run from it."
+                    f"resume_from_checkpoint: {resume_from_checkpoint} was written with save_only_model or not by this "
+                    f"package, and has no optimizer shards. {fix}"
                 )
             written = facts.read(resume_from_checkpoint)
             facts.check_same_model(resume_from_checkpoint, written, self.model)

@@ -1,0 +1,74 @@
+"""Export of a model with its adapter merged: the Hub checkpoint that ``merge_and_unload`` would give, from shards."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hf_fsdpturbo.checkpoint.agreement import rank, together
+from hf_fsdpturbo.checkpoint.boxes import RankTensors, local_box, local_tensor
+from hf_fsdpturbo.checkpoint.commit import wait_visible
+from hf_fsdpturbo.checkpoint.hub import export_tensors, reshard, saved_tensors
+from hf_fsdpturbo.parallelize.adapters import hide, layers_inside, wrappers
+from hf_fsdpturbo.sharding.expert_lora import FACTORS, is_param_wrapper, merged_weight
+
+
+def export_merged(peft_model: Any, directory: str, max_file_bytes: int, tokenizer: Any = None) -> list[str]:
+    """Write base weights plus ``s B A`` under the names of the base checkpoint; collective. The model stays as it is.
+
+    Beside the model, each rank holds one more copy of its shards of the adapted weights.
+
+    Raises:
+        CheckpointError: on every rank, if a rank could not write.
+    """
+    base = peft_model.get_base_model()
+    (adapter,) = peft_model.peft_config
+    reshard(base)
+    found = wrappers(base)
+    show = hide(base)
+    try:
+        with together(f"saving to {directory}"):
+            if rank() == 0:
+                os.makedirs(directory, exist_ok=True)
+                base.save_pretrained(directory, state_dict={})  # config and generation config
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(directory)
+        with together(f"saving to {directory}"):
+            wait_visible(directory)
+        tensors = saved_tensors(base)
+        for name, wrapper in found:
+            for layer in layers_inside(wrapper):
+                target = f"{name}.{layer.parameter_name if is_param_wrapper(layer) else 'weight'}"
+                tensors[target] = _merged(tensors[target], layer, adapter)
+            if hasattr(wrapper, "modules_to_save"):
+                for inner, parameter in wrapper.modules_to_save[adapter].named_parameters():
+                    tensors[f"{name}.{inner}"] = parameter.detach()
+        return export_tensors(base, RankTensors(tensors), directory, max_file_bytes)
+    finally:
+        show()
+
+
+def _merged(weight: Tensor, layer: Any, adapter: str) -> Tensor:
+    """``weight`` plus the layer's adapter, sharded like it; both factors are gathered for the length of the call."""
+    a, b = (_whole(getattr(layer, factor)[adapter].weight.detach()) for factor in FACTORS)
+    box, local = local_box(weight), local_tensor(weight.detach())
+    part = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+    if a.ndim == 3:
+        merged = merged_weight(local, layer, adapter, a, b, part)
+    else:
+        delta = (b[part[0]].float() @ a[:, part[1]].float()) * layer.scaling[adapter]
+        merged = (local.float() + delta).to(local.dtype)
+    if not isinstance(weight, DTensor):
+        return merged
+    return DTensor.from_local(
+        merged, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
