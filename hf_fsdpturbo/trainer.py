@@ -8,6 +8,7 @@ finds a model that accelerate takes for prepared, and runs unchanged.
 
 from __future__ import annotations
 
+import gc
 import inspect
 from datetime import timedelta
 from typing import Any, cast
@@ -150,12 +151,34 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         reload_weights(self.model, directory, self.args, self.parallel_state)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Optimizer over sharded parameters: after an evaluation some units are still whole."""
+        """Optimizer over sharded parameters."""
         self._gradient_groups = None
+        self._reshard()
+        return super().create_optimizer() if model is None else super().create_optimizer(model)  # type: ignore[misc]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward without backward leaves the root whole: reshard, so that parameters are shards again."""
+        try:
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._reshard()
+
+    def _reshard(self) -> None:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return super().create_optimizer() if model is None else super().create_optimizer(model)  # type: ignore[misc]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train with everything that exists now kept out of Python's garbage collection.
+
+        A full collection walks millions of objects and stops one rank while the others wait for it in a collective.
+        """
+        gc.collect()
+        gc.freeze()
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            gc.unfreeze()
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if self.parallel_state is None:

@@ -77,7 +77,10 @@ def outer_fully_shard(
             done.update(id(p) for p in odd.parameters())
             wrapped.append(names[id(odd)])
         if any(p not in ignored and id(p) not in done for p in layer.parameters()):
-            own = {**options, **(root_options or {})} if layer is model else options
+            # The root's embedding and head are wanted again as soon as backward starts: kept whole until then, as FSDP
+            # does by itself. After a forward without backward, the trainer reshards.
+            root = {"reshard_after_forward": False, **(root_options or {})}
+            own = {**options, **root} if layer is model else options
             fully_shard(layer, mesh=mesh, ignored_params=ignored, **own)
             done.update(id(p) for p in layer.parameters())
             wrapped.append(names[id(layer)] or "(root)")
