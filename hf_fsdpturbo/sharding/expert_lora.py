@@ -85,7 +85,7 @@ def expert_factors(model: nn.Module) -> dict[str, str]:
             for factor in FACTORS:
                 for adapter, linear in getattr(module, factor).items():
                     if linear.weight.ndim == 3:
-                        found[f"{name}.{factor}.{adapter}.weight"] = factor
+                        found[".".join(filter(None, (name, factor, adapter, "weight")))] = factor
     return found
 
 
