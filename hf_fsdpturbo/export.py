@@ -77,7 +77,7 @@ def _model_class(name: str, config: Any, trust_remote_code: bool) -> Any:
     found = getattr(transformers, name, None)
     if found is None:
         raise ValueError(
-            f"topology.json names the model class {name!r}, which transformers {transformers.__version__} does not have. "
+            f"topology.json names the model class {name!r}, which transformers {transformers.__version__} lacks. "
             "Use the release that trained it, or --trust-remote-code for a model with its own code."
         )
     return found

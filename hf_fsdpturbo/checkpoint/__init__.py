@@ -6,5 +6,11 @@
     boxes.py       which rank holds which part of a tensor, and bringing rows to one rank
     hub_plan.py    names, writers and files of a Hub export, known before a byte is written
     hub.py         the export itself
+    scheduler.py   learning-rate schedules when the optimizer's groups are others
+    facts.py       topology.json: what wrote a checkpoint
+    adapters.py    LoRA adapters as PEFT's files
+    headers.py     safetensors headers
+    background.py  asynchronous saves
+    push.py        uploads to the Hub
     hooks.py       `CheckpointHooks`: the Trainer overrides
 """

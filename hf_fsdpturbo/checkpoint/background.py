@@ -1,7 +1,7 @@
 """Asynchronous saves: shards are copied to host memory, training goes on, a thread writes and commits.
 
-The collectives of the writing thread run on a gloo group of their own: on the default group they would mix with those of
-training (seen: hangs).
+The collectives of the writing thread run on a gloo group of their own: on the default group they would mix with those
+of training (seen: hangs).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BackgroundSave:
         self.error: BaseException | None = None
 
     def then(self, commit: Callable[[], Any]) -> None:
-        """On rank 0, run ``commit`` in a thread once all ranks have written: DCP's coordinator, rank 0, is done last."""
+        """On rank 0, run ``commit`` in a thread once all ranks have written: its own save is done last."""
         if rank() == 0:
             self.thread = threading.Thread(target=self._finish, args=(commit,), name="commit checkpoint", daemon=True)
             self.thread.start()

@@ -25,7 +25,7 @@ class Box:
     shape: tuple[int, ...]
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
-        """Part of the row range ``[start, stop)`` that this box has, as a range of the whole tensor (empty when start >= stop)."""
+        """What this box has of rows ``[start, stop)``, counted in the whole tensor; empty when start >= stop."""
         return max(start, self.offset[0]), min(stop, self.offset[0] + self.shape[0])
 
 
@@ -44,7 +44,8 @@ def local_box(tensor: Tensor) -> Box:
         return Box((0,) * tensor.ndim, tuple(tensor.shape))
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if tuple(shape) != tuple(tensor.to_local().shape):
-        raise ValueError(f"A shard of shape {tuple(tensor.to_local().shape)} should have {tuple(shape)}: {tensor.placements}.")
+        found = tuple(tensor.to_local().shape)
+        raise ValueError(f"A shard of shape {found} should have {tuple(shape)}: {tensor.placements}.")
     return Box(tuple(offset), tuple(shape))
 
 
@@ -55,7 +56,7 @@ def _check_cover(name: str, shape: torch.Size, boxes: set[Box]) -> None:
 
 
 def transport_device(tensor: Tensor) -> torch.device:
-    """Where a tensor must lie to be sent over the default group: its own device where the group has a backend for it."""
+    """Where a tensor must lie to be sent over the default group: its own device if the group has a backend for it."""
     config = str(dist.get_backend_config(dist.group.WORLD))
     if f"{tensor.device.type}:" in config or ":" not in config:
         return tensor.device
@@ -100,9 +101,10 @@ class RankTensors:
         return []
 
     def rows(self, name: str, start: int, stop: int, writer: int) -> Tensor | None:
-        """Rows ``[start, stop)`` of a tensor on the CPU of ``writer``; None elsewhere. Ranks that hold none of it do nothing.
+        """Rows ``[start, stop)`` of a tensor on the CPU of ``writer``; None elsewhere.
 
-        Every rank must call it in the same order. Tensors of no dimension count as one row.
+        Every rank must call it in the same order; ranks that hold none of the rows do nothing. Tensors without
+        dimensions count as one row.
         """
         tensor = self.tensors[name]
         me = rank()

@@ -5,7 +5,7 @@
       _saving/checkpoint-6/       being written, or left by a killed run; the next save removes it
       _deleting/checkpoint-1/     being removed
 
-Names that begin with ``checkpoint-`` would be counted by Transformers; names with ``_`` are also left out by its Hub uploads.
+Names that begin with ``checkpoint-`` would be counted by Transformers; its Hub uploads leave out names with ``_``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def staging_dir(run_dir: str) -> str:
 def open_staging(run_dir: str, name: str) -> None:
     """Remove what earlier runs left and make ``_saving/<name>`` anew; one rank does it.
 
-    A checkpoint that was moved aside for its replacement and never replaced (killed between two renames) goes back first.
+    A checkpoint that was moved aside for its replacement and never replaced (killed in between) goes back first.
     """
     restore_moved_aside(run_dir)
     shutil.rmtree(staging_dir(run_dir), ignore_errors=True)
@@ -56,8 +56,8 @@ def wait_visible(path: str) -> None:
     while not os.path.isdir(path):
         if time.monotonic() > deadline:
             raise ValueError(
-                f"output_dir: {path} was made by rank 0 and is not visible here. Checkpoints are written by all ranks: put "
-                "output_dir on a file system that all of them share."
+                f"output_dir: {path} was made by rank 0 and is not visible here. Checkpoints are written by all "
+                "ranks: put output_dir on a file system that all of them share."
             )
         time.sleep(0.05)
 
@@ -74,7 +74,7 @@ def list_files(directory: str) -> dict[str, int]:
 
 
 def commit(run_dir: str, name: str, facts: dict[str, Any]) -> str:
-    """Mark ``_saving/<name>`` complete and rename it to ``<run_dir>/<name>``; one rank does it, after all have written.
+    """Mark ``_saving/<name>`` complete and rename it to ``<run_dir>/<name>``; one rank does it, once all have written.
 
     A checkpoint of that name is moved into staging first and removed after, so at no moment are both lost.
     """
@@ -160,8 +160,8 @@ def verify(directory: str) -> dict[str, Any]:
         raise ValueError(f"resume_from_checkpoint: {directory} is not a directory. Give a checkpoint-N directory.")
     if not is_finished(directory):
         raise ValueError(
-            f"resume_from_checkpoint: {directory} has no {COMPLETE}: it was not finished, or not written by hf_fsdpturbo. "
-            "Choose another checkpoint; weights of other origin are given as the model's path."
+            f"resume_from_checkpoint: {directory} has no {COMPLETE}: it was not finished, or not written by "
+            "hf_fsdpturbo. Choose another checkpoint; weights of other origin are given as the model's path."
         )
     facts = read_json(os.path.join(directory, COMPLETE))
     for name, size in facts["files"].items():
@@ -171,8 +171,8 @@ def verify(directory: str) -> dict[str, Any]:
         found = os.path.getsize(path)
         if found != size and name.endswith(_CHECKED_SIZES):
             raise ValueError(
-                f"{path} has {found} bytes where {size} were written: it is truncated or replaced. Copy it again, or choose "
-                "another checkpoint."
+                f"{path} has {found} bytes where {size} were written: it is truncated or replaced. Copy it again, or "
+                "choose another checkpoint."
             )
     return facts
 
@@ -208,7 +208,7 @@ def remove(path: str) -> None:
 
 
 def rotate(run_dir: str, limit: int | None, best: str | None) -> None:
-    """Remove the oldest finished checkpoints beyond ``limit``, by step; the newest and the best stay. Unfinished ones do not count."""
+    """Remove the oldest finished checkpoints beyond ``limit``, by step; the newest and the best stay."""
     if limit is None or limit <= 0:
         return
     finished = [path for _, path in checkpoints(run_dir) if is_finished(path)]

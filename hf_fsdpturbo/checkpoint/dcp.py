@@ -1,7 +1,8 @@
 """Model and optimizer as DCP shards written by all ranks, and read back in place at any topology.
 
-Keys of the DCP directory: ``model.<name>`` and ``optim.<parameter name>.<state>``; what is not a tensor (learning rates, plain
-numbers) lies beside it in ``optimizer.json``. Names are those of the unsharded model, so that topology is not part of them.
+Keys of the DCP directory: ``model.<name>`` and ``optim.<parameter name>.<state>``; what is not a tensor (learning
+rates, plain numbers) lies beside it in ``optimizer.json``. Names are those of the unsharded model: topology is no part
+of them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,12 +39,13 @@ def model_tensors(model: nn.Module, trainable_only: bool = False) -> dict[str, T
         trainable_only: leave out frozen parameters (adapters on a frozen base).
     """
     reshard(model)
-    return get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=trainable_only))
+    options = StateDictOptions(ignore_frozen_params=trainable_only)
+    return cast(dict[str, Tensor], get_model_state_dict(model, options=options))
 
 
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     """Name of each parameter as :func:`model_tensors` has it."""
-    names = {}
+    names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
@@ -80,7 +82,7 @@ def _plain(value: Any) -> Any:
 
 
 def optimizer_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What of an optimizer is not a tensor: its class, groups with the names of their parameters, plain state values."""
+    """What of an optimizer is not a tensor: its class, groups with their parameters' names, plain state values."""
     names = parameter_names(model)
     groups = [
         {
@@ -134,7 +136,7 @@ def save(state: dict[str, Tensor], directory: str) -> None:
 
 
 def save_async(state: dict[str, Tensor], directory: str, group: dist.ProcessGroup | None) -> Any:
-    """Copy all tensors to host memory, return, and write in a thread; ``result()`` of what is returned waits or raises.
+    """Copy all tensors to host memory, return, and write in a thread; ``result()`` of the future waits or raises.
 
     Args:
         group: a gloo group of its own: on the default group its collectives would mix with those of training.
@@ -255,8 +257,8 @@ def load_optimizer(directory: str, facts_path: str, model: nn.Module, optimizer:
 def _check_class(facts: dict[str, Any], optimizer: torch.optim.Optimizer, path: str) -> None:
     if facts["class"] != type(optimizer).__name__:
         raise ValueError(
-            f"optim: {path} was written by {facts['class']}, but this run uses {type(optimizer).__name__}. Set optim to "
-            "the one of the checkpoint."
+            f"optim: {path} was written by {facts['class']}, but this run uses {type(optimizer).__name__}. Set optim "
+            "to the one of the checkpoint."
         )
 
 

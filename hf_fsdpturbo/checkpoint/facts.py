@@ -19,7 +19,7 @@ _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 
 def num_experts(model: nn.Module) -> int | None:
     """Number of routed experts the model's config names, None for a dense model."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return next((n for field in _EXPERT_FIELDS if isinstance(n := getattr(config, field, None), int)), None)
 
@@ -31,7 +31,7 @@ def model_type(model: nn.Module) -> str:
 
 
 def hub_conversions(model: nn.Module) -> list[list[Any]] | None:
-    """The weight conversions this model was loaded through, as (class, patterns in the Hub checkpoint, patterns in the model).
+    """The weight conversions a model was loaded through, as (class, patterns in the files, patterns in the model).
 
     None for a model that was not loaded: it is exported under its family's default names.
     """
@@ -75,7 +75,8 @@ def read(directory: str) -> dict[str, Any]:
     path = os.path.join(directory, TOPOLOGY_JSON)
     facts = read_json(path)
     if facts.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {facts.get('format')}, this release reads {FORMAT}: use the release that wrote it.")
+        found = facts.get("format")
+        raise ValueError(f"{path} has format {found}, this release reads {FORMAT}: use the release that wrote it.")
     return facts
 
 
@@ -89,6 +90,6 @@ def check_same_model(directory: str, facts: dict[str, Any], model: nn.Module) ->
     for field, mine in (("model_type", model_type(model)), ("num_experts", num_experts(model))):
         if facts[field] != mine:
             raise ValueError(
-                f"{path}: the checkpoint is of a model with {field}={facts[field]}, this model has {field}={mine}. Resume with "
-                "the model that was trained."
+                f"{path}: the checkpoint is of a model with {field}={facts[field]}, this model has {field}={mine}. "
+                "Resume with the model that was trained."
             )

@@ -16,13 +16,14 @@ from hf_fsdpturbo.checkpoint import adapters, commit, dcp, facts, scheduler
 from hf_fsdpturbo.checkpoint.agreement import FAILURES, CheckpointError, agree, rank, together, world_size
 from hf_fsdpturbo.checkpoint.background import BackgroundSave
 from hf_fsdpturbo.checkpoint.hub import export_model
+from hf_fsdpturbo.checkpoint.push import PushHooks
 
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 
 
-class CheckpointHooks:
+class CheckpointHooks(PushHooks):
     """Overrides of ``transformers.Trainer`` about saving and resuming; a base of the trainer mixin.
 
     Set on the class or the trainer:
@@ -41,7 +42,6 @@ class CheckpointHooks:
     state: Any
     optimizer: Any
     lr_scheduler: Any
-    _staging: str | None = None
     _background: BackgroundSave | None = None
 
     # Hub format
@@ -154,7 +154,8 @@ class CheckpointHooks:
             state = dcp.gather_state(self.model, optimizer, adapters.is_peft(self.model))
             if rank() == 0:
                 dcp.write_optimizer_json(self.model, optimizer, output_dir)
-                commit.write_json(os.path.join(output_dir, facts.TOPOLOGY_JSON), facts.describe(self.model, self._sizes()))
+                described = facts.describe(self.model, self._sizes())
+                commit.write_json(os.path.join(output_dir, facts.TOPOLOGY_JSON), described)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch warns whenever a scheduler is saved without its optimizer
                     torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
@@ -200,8 +201,8 @@ class CheckpointHooks:
     def _check_save_settings(self) -> None:
         if self.args.save_on_each_node and world_size() > 1:
             raise ValueError(
-                "save_on_each_node=True is not supported: all ranks write one checkpoint together. Put output_dir on a file "
-                "system that all nodes share, and leave save_on_each_node out."
+                "save_on_each_node=True is not supported: all ranks write one checkpoint together. Put output_dir on "
+                "a file system that all nodes share, and leave save_on_each_node out."
             )
         if self.async_save and self.args.push_to_hub:
             raise ValueError("async_save=True with push_to_hub=True is not supported: leave one of them out.")
@@ -219,7 +220,8 @@ class CheckpointHooks:
             dist.broadcast_object_list(found, src=0)
         if found[0] is None:
             raise ValueError(
-                f"resume_from_checkpoint=True, but output_dir {run_dir} holds no finished checkpoint. {'. '.join(found[1])}"
+                f"resume_from_checkpoint=True, but output_dir {run_dir} holds no finished checkpoint. "
+                f"{'. '.join(found[1])}"
             )
         return found[0]
 
@@ -233,15 +235,15 @@ class CheckpointHooks:
                 if adapters.is_peft(self.model):
                     fix = "Call trainer.load_adapter(directory) before train() to start a new run from its adapter."
                 raise ValueError(
-                    f"resume_from_checkpoint: {resume_from_checkpoint} was written with save_only_model or not by this "
-                    f"package, and has no optimizer shards. {fix}"
+                    f"resume_from_checkpoint: {resume_from_checkpoint} was written with save_only_model or not by "
+                    f"this package, and has no optimizer shards. {fix}"
                 )
             written = facts.read(resume_from_checkpoint)
             facts.check_same_model(resume_from_checkpoint, written, self.model)
         if rank() == 0 and written["topology"] != self._sizes():
             print(
-                f"[hf_fsdpturbo] resume: {resume_from_checkpoint} was written by {written['topology'] or 'one process'}, this "
-                f"run has {self._sizes() or 'one process'}. Dropout draws differ from the uninterrupted run's.",
+                f"[hf_fsdpturbo] {resume_from_checkpoint} was written by {written['topology'] or 'one process'}; "
+                f"this run has {self._sizes() or 'one process'}. Dropout draws differ from the uninterrupted run's.",
                 flush=True,
             )
         dcp.load_model(directory, self.model, adapters.is_peft(self.model))
@@ -276,27 +278,3 @@ class CheckpointHooks:
     def _load_hub_weights(self, directory: str) -> None:
         """Fill the model from Hub-format weights; the trainer mixin, which can load sharded, does it."""
         raise NotImplementedError
-
-    # Hub uploads
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """The parent calls this while the checkpoint is still in staging: wait for its final name."""
-        if self._staging is None:
-            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
-
-    def _push_committed(self, checkpoint: str) -> None:
-        """Upload after the commit. Shards are no use to a reader of the Hub: the model is exported beside the checkpoint first."""
-        wanted = [rank() == 0 and self._push_is_due()]
-        if world_size() > 1:
-            dist.broadcast_object_list(wanted, src=0)
-        if not wanted[0]:
-            return
-        if not self.args.save_only_model:
-            self.save_model(self.args.output_dir, _internal_call=True)
-        self._push_from_checkpoint(checkpoint)
-
-    def _push_is_due(self) -> bool:
-        """The parent's own conditions, asked before the export."""
-        in_progress = getattr(self, "push_in_progress", None)
-        busy = in_progress is not None and not in_progress.is_done()
-        return self.args.hub_strategy != "end" and (self.args.hub_always_push or not busy)

@@ -10,10 +10,9 @@ import json
 import os
 import re
 import shutil
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -32,7 +31,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 
@@ -59,9 +59,9 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What ``save_pretrained`` would save, by name in the model: tied copies and keys the model leaves out are dropped."""
+    """What ``save_pretrained`` would save, by name in the model: without tied copies and keys the model leaves out."""
     reshard(model)
-    tensors: dict[str, Tensor] = get_model_state_dict(model)
+    tensors = cast(dict[str, Tensor], get_model_state_dict(model))
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied = {
@@ -134,7 +134,7 @@ def _file_names(count: int) -> list[str]:
 
 
 def publish(staging: str, directory: str, names: list[str], files: list[File]) -> None:
-    """Move finished files into place, the index last: a directory without index (or whole single file) is no checkpoint."""
+    """Move finished files into place, the index last: without it (or a single file) a directory is no checkpoint."""
     for old in os.listdir(directory):
         if old == INDEX or (_WEIGHT_FILE.fullmatch(old) and old not in names):
             os.remove(os.path.join(directory, old))
@@ -159,7 +159,7 @@ def publish(staging: str, directory: str, names: list[str], files: list[File]) -
 
 
 def header_bytes(outputs: list[Output]) -> bytes:
-    """Header of a safetensors file whose tensors lie in the order of ``outputs``: 8 bytes of length, then padded JSON."""
+    """Header of a safetensors file with tensors in the order of ``outputs``: 8 bytes of length, then padded JSON."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for output in outputs:
@@ -214,11 +214,12 @@ class _Writer:
 
     def _run_job(self, job: Job) -> None:
         if job.verbatim:
-            for start, stop in _chunks(self.source.tensors[job.sources[0]]):
-                rows = self.source.rows(job.sources[0], start, stop, job.writer)
+            (name,), (output,) = job.sources, job.outputs
+            for start, stop in _chunks(self.source.tensors[name]):
+                rows = self.source.rows(name, start, stop, job.writer)
                 if rows is not None:
-                    row_bytes = job.outputs[0].nbytes // max(self.source.tensors[job.sources[0]].shape[0], 1) if rows.ndim else 0
-                    self._write(job.outputs[0], rows, start * row_bytes)
+                    row_bytes = output.nbytes // output.shape[0] if output.shape else 0
+                    self._write(output, rows, start * row_bytes)
             return
         parts: dict[str, Tensor] = {}
         for name in job.sources:
@@ -244,7 +245,7 @@ class _Writer:
         try:
             flat = tensor.detach().contiguous().reshape(-1)
             if flat.numel():
-                _write_all(descriptor, memoryview(flat.view(torch.uint8).numpy()), start + offset)
+                _write_all(descriptor, memoryview(cast(Any, flat.view(torch.uint8).numpy())), start + offset)
         except OSError as error:
             self.error = error
 

@@ -15,7 +15,7 @@ from hf_fsdpturbo.checkpoint.dcp import parameter_names
 def group_sources(
     saved_groups: list[dict[str, Any]], model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[int]:
-    """For each group of this run, the saved group that its first parameter was in (0 for a group without parameters)."""
+    """For each group of this run, the saved group that its first parameter was in (0 for an empty group)."""
     index_of = {name: index for index, group in enumerate(saved_groups) for name in group["params"]}
     names = parameter_names(model)
     return [index_of[names[group["params"][0]]] if group["params"] else 0 for group in optimizer.param_groups]

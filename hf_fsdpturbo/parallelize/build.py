@@ -154,7 +154,7 @@ def _filled(model: Any, config: FSDPTurboArguments, use_dcp_path: bool) -> Any:
 def reload_weights(
     model: Any, directory: str, config: FSDPTurboArguments, state: FSDPTurboParallelState | None
 ) -> None:
-    """Fill a (sharded) model in place from Hub files of the same model: a second one is loaded beside it for a moment."""
+    """Fill a (sharded) model in place from Hub files: a second one is loaded beside it for a moment."""
     loader = partial(own_class(model).from_pretrained, dtype=model.dtype)
     if state is None:
         fresh = loader(directory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,8 @@ def scatter_model(model: nn.Module, whole: nn.Module | None, device: torch.devic
     used = [facts.hub_conversions(whole) if whole is not None else None]
     dist.broadcast_object_list(used, src=0)
     if used[0] is not None:
-        model._weight_conversions = [c for c in conversions if facts.conversion_key(c) in used[0]]  # type: ignore[assignment]
+        kept = [c for c in conversions if facts.conversion_key(c) in used[0]]
+        cast(Any, model)._weight_conversions = kept
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -150,8 +151,10 @@ def _scatter(target: Tensor, source: Tensor | None, boxes: list[Box]) -> None:
             local.copy_(received)
 
 
-def load_on_rank0(build: Callable[..., Any], check: Callable[[dict[str, Any]], Any], **kwargs: Any) -> nn.Module | None:
-    """The whole model on the CPU of rank 0, None elsewhere; a file that cannot be read is raised on every rank.
+def load_on_rank0(
+    build: Callable[..., Any], check: Callable[[dict[str, Any]], Any], **kwargs: Any
+) -> nn.Module | None:
+    """The whole model on the CPU of rank 0, None elsewhere; an unreadable file is raised on every rank.
 
     Args:
         build: ``from_pretrained`` with its path.

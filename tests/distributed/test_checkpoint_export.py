@@ -1,4 +1,4 @@
-"""Hub export from ranks: names and bits equal to the source, plain Transformers loads it, every rank writes its own."""
+"""Hub export from ranks: names and bits of the source, loads in plain Transformers, every rank writes its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+
 from tests.support.reference_run import Run, build_trainer
 from tests.support.spawn import run_ranks
 from tests.support.tiny_models import save_tiny, texts
@@ -79,7 +80,7 @@ def test_names_bits_and_reload(tmp_path, layout):
     for case, source in sources.items():
         want, got = tensors_of(source), tensors_of(tmp_path / case)
         assert sorted(got) == sorted(want), case
-        wrong = [name for name in want if want[name].dtype != got[name].dtype or not torch.equal(want[name], got[name])]
+        wrong = [n for n in want if want[n].dtype != got[n].dtype or not torch.equal(want[n], got[n])]
         assert not wrong, (case, wrong[:5])
         assert weight_hashes(tmp_path / case) == weight_hashes(f"{tmp_path / case}-again"), case
         index = json.loads((tmp_path / case / "model.safetensors.index.json").read_text())

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.reference_run import Run, build_trainer
-from tests.support.spawn import RankError, run_ranks
-from tests.support.tiny_models import save_tiny, texts
 
 from hf_fsdpturbo.checkpoint import commit
 from hf_fsdpturbo.checkpoint.agreement import CheckpointError
+from tests.support.reference_run import Run, build_trainer
+from tests.support.spawn import RankError, run_ranks
+from tests.support.tiny_models import save_tiny, texts
 
 ARGS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 1}
 
@@ -182,7 +182,9 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def train_until_error(run: Run, output_dir: str, file_bytes: int | None = None, full_at: int | None = None) -> list[str]:
+def train_until_error(
+    run: Run, output_dir: str, file_bytes: int | None = None, full_at: int | None = None
+) -> list[str]:
     """Rank function: type and text of what train() raised."""
     trainer = build_trainer(run, turbo=True, output_dir=output_dir)
     if file_bytes:
@@ -197,7 +199,7 @@ def train_until_error(run: Run, output_dir: str, file_bytes: int | None = None, 
 
 
 def fill_disk(trainer, step: int) -> None:
-    """Rank 1 runs out of space from one step on: every write of a shard or weight file fails, as the kernel reports it."""
+    """Rank 1 runs out of space from one step on: every write of a shard or weight file fails, as the kernel says."""
     import errno
 
     from torch.distributed.checkpoint import filesystem

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
 from tests.support.compare import distance
 from tests.support.reference_run import Run, build_trainer, whole, whole_parameters
 from tests.support.spawn import RankError, run_plain, run_ranks
 from tests.support.tiny_models import save_tiny, texts
-from torch import Tensor
-from transformers import TrainerCallback
 
 ARGS = {
     "max_steps": 6,

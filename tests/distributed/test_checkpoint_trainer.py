@@ -1,4 +1,4 @@
-"""The Trainer's own switches over our checkpoints: best, limit, weights only, pushes, asynchronous saves, first weights."""
+"""The Trainer's own switches over our checkpoints: best, limit, weights only, pushes, async saves, first weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.distributed.test_checkpoint_export import tensors_of
-from tests.support.reference_run import Run, build_trainer, whole_parameters
-from tests.support.spawn import RankError, run_plain, run_ranks
-from tests.support.tiny_models import save_tiny, texts
 from torch import Tensor
 
 from hf_fsdpturbo import export
 from hf_fsdpturbo.checkpoint import commit
+from tests.distributed.test_checkpoint_export import tensors_of
+from tests.support.reference_run import Run, build_trainer, whole_parameters
+from tests.support.spawn import RankError, run_plain, run_ranks
+from tests.support.tiny_models import save_tiny, texts
 
 ARGS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 1}
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
@@ -135,9 +135,12 @@ def train_and_push(run: Run, output_dir: str, strategy: str) -> list[tuple[str, 
 
             return Done()
 
+    def init_hf_repo(self, *args, **kwargs):
+        self.hub_model_id, self.push_in_progress = "someone/something", None
+
     module.hf_api = Api
     run_class = type(build_trainer(run, turbo=True)).__mro__[1]
-    run_class.init_hf_repo = lambda self, *a, **k: setattr(self, "hub_model_id", "someone/something")
+    run_class.init_hf_repo = init_hf_repo
     trainer = build_trainer(
         run, turbo=True, output_dir=output_dir, push_to_hub=True, hub_strategy=strategy, hub_always_push=True
     )
@@ -202,11 +205,11 @@ def test_async_failure_reaches_every_rank(tmp_path):
 # First weights
 
 
-def first_weights(runs: list[Run]) -> list[dict[str, Tensor]]:
+def first_weights(runs: list[Run], directory: str) -> list[dict[str, Tensor]]:
     """Rank function: weights of freshly built trainers, and their exports."""
     results = []
-    for run in runs:
-        trainer = build_trainer(run, turbo=True)
+    for number, run in enumerate(runs):
+        trainer = build_trainer(run, turbo=True, output_dir=f"{directory}/{number}")
         results.append(whole_parameters(trainer.model))
         trainer.hub_file_bytes = 20_000
         trainer.save_model(trainer.args.output_dir)
@@ -219,7 +222,7 @@ def test_init_modes_give_the_same_weights(tmp_path, kind):
     model = save_tiny(kind, tmp_path / "model", tie=kind == "qwen3_moe")
     modes = ["init_on_meta", "init_on_rank0", "init_on_default"]
     runs = [make_run(model, {"ep_size": 2, "init_config": {"name": mode}}) for mode in modes]
-    meta, *others = run_ranks(first_weights, 4, runs, timeout=90)[0]
+    meta, *others = run_ranks(first_weights, 4, runs, str(tmp_path / "out"), timeout=90)[0]
     assert len(meta) > 30
     for mode, weights in zip(modes[1:], others, strict=True):
         assert weights.keys() == meta.keys(), mode
@@ -234,14 +237,15 @@ def test_dcp_path(tmp_path):
     options = [{"ep_size": 4, "dcp_path": checkpoint}, {"ep_size": 4, "dcp_path": f"{checkpoint}/dcp"}]
     runs = [make_run(trained.model, {"dist_config": option}) for option in options]
     half = make_run(trained.model, {"dist_config": {**options[0], "param_storage_dtype": "bfloat16"}})
-    *found, bf16 = run_ranks(first_weights, 4, [*runs, half], timeout=90)[0]
-    alone = run_plain(first_weights, [make_run(trained.model, {"dist_config": {"dcp_path": checkpoint}})], timeout=60)
+    *found, bf16 = run_ranks(first_weights, 4, [*runs, half], str(tmp_path / "out"), timeout=90)[0]
+    one = make_run(trained.model, {"dist_config": {"dcp_path": checkpoint}})
+    alone = run_plain(first_weights, [one], str(tmp_path / "alone"), timeout=60)
     for weights in (*found, *alone):
         assert not [name for name in end if not torch.equal(end[name], weights[name])]
     assert not [name for name in end if not torch.equal(end[name].bfloat16(), bf16[name])]
     other = save_tiny("qwen3_moe", tmp_path / "other", num_experts=4)
     with pytest.raises(RankError, match="experts.gate_up_proj"):
-        run_ranks(first_weights, 4, [make_run(other, {"dist_config": options[0]})], timeout=60)
+        run_ranks(first_weights, 4, [make_run(other, {"dist_config": options[0]})], "", timeout=60)
 
 
 # Command line
