@@ -1,4 +1,4 @@
-"""`PushHooks`: uploads to the Hub wait until a checkpoint has its final name, and carry weights that a reader can load."""
+"""`PushHooks`: uploads to the Hub wait until a checkpoint has its final name, and carry weights that readers load."""
 
 from __future__ import annotations
 
