@@ -15,14 +15,13 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hf_fsdpturbo.dispatch import Dispatcher, LocalExperts, ReceivedRows
 from hf_fsdpturbo.dispatch.eager import EagerDispatcher, EagerRecord
+from hf_fsdpturbo.dispatch.flight import Flight
 from hf_fsdpturbo.dispatch.fused import FusedDispatcher
-from hf_fsdpturbo.dispatch.side_stream import SideWork, beside
 
 
 class ExchangeSteps(Protocol):
@@ -34,8 +33,8 @@ class ExchangeSteps(Protocol):
     def pack(self, hidden_TD: Tensor, weights_TK: Tensor, plan: Any) -> tuple[Tensor, Any]:
         """Rows to send by destination, and their layout."""
 
-    def experts_on(self, rows: Tensor, layout: Any, plan: Any, experts: LocalExperts) -> Tensor:
-        """Local experts on received rows; one row back for each."""
+    def experts_on(self, rows: Tensor, layout: Any, plan: Any, experts: LocalExperts, flight: Flight) -> Tensor:
+        """Local experts on received rows, which came by ``flight``; one row back for each."""
 
     def finish(self, returned: Tensor, weights_TK: Tensor, plan: Any) -> Tensor:
         """``[T, D]`` from the rows that came back."""
@@ -55,7 +54,7 @@ class EagerSteps:
         """See :class:`ExchangeSteps`."""
         return hidden_TD.index_select(0, plan.order_N // weights_TK.shape[1]), None
 
-    def experts_on(self, rows: Tensor, layout: Any, plan: Any, experts: LocalExperts) -> Tensor:
+    def experts_on(self, rows: Tensor, layout: Any, plan: Any, experts: LocalExperts, flight: Flight) -> Tensor:
         """See :class:`ExchangeSteps`."""
         return self._eager.run(ReceivedRows(rows, plan.local_expert_R), experts)
 
@@ -64,41 +63,15 @@ class EagerSteps:
         return self._eager.weigh_and_sum(returned, EagerRecord(plan, weights_TK, returned.dtype))
 
 
-class Flight:
-    """One exchange under way, and its reverse in backward."""
-
-    def __init__(self, output_splits: list[int], input_splits: list[int], group: ProcessGroup) -> None:
-        self.output_splits = output_splits
-        self.input_splits = input_splits
-        self.group = group
-        self.work: SideWork | None = None
-        self.reversed: tuple[Tensor, SideWork] | None = None
-
-    def depart(self, rows: Tensor, reverse: bool) -> tuple[Tensor, SideWork]:
-        """Start the exchange (or its reverse) on the side stream."""
-        outputs, inputs = self.output_splits, self.input_splits
-        if reverse:
-            outputs, inputs = inputs, outputs
-        rows = rows.contiguous()
-        received = rows.new_empty((sum(outputs), *rows.shape[1:]))
-        with beside(rows.device, rows, received) as block:
-            dist.all_to_all_single(received, rows, outputs, inputs, group=self.group)
-        return received, block.work
-
-
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
         ctx.flight = flight
-        received, flight.work = flight.depart(rows, reverse=False)
-        return received
+        return flight.depart(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        received, work = ctx.flight.reversed
-        ctx.flight.reversed = None
-        work.wait()
-        return received, None
+        return ctx.flight.arrive(gradients[0]), None
 
 
 class _Wait(torch.autograd.Function):
@@ -113,7 +86,7 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # What this returns has the shape autograd expects and is ignored: `_Start.backward` takes the exchanged rows,
         # of another number, from the flight.
-        ctx.flight.reversed = ctx.flight.depart(gradients[0], reverse=True)
+        ctx.flight.leave(gradients[0])
         return gradients[0], None
 
 
@@ -145,7 +118,7 @@ class DominoDispatcher(Dispatcher):
             arriving.append((*self._start(rows, plan.receive_splits, plan.send_splits), layout))
         returning = []
         for (rows, flight, layout), plan in zip(arriving, plans, strict=True):
-            output = self.steps.experts_on(_Wait.apply(rows, flight), layout, plan, experts)
+            output = self.steps.experts_on(_Wait.apply(rows, flight), layout, plan, experts, flight)
             returning.append(self._start(output, plan.send_splits, plan.receive_splits))
         outputs = [
             self.steps.finish(_Wait.apply(rows, flight), weights_TK, plan)

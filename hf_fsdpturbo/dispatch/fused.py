@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 
 from hf_fsdpturbo.dispatch import Dispatcher, LocalExperts, ReceivedRows
 from hf_fsdpturbo.dispatch.exchange import all_to_all_rows
+from hf_fsdpturbo.dispatch.flight import Flight, send_rows
 from hf_fsdpturbo.dispatch.packed_rows import PackedLayout, pack_rows, packed_expert_mlp, sum_rows, unpack_rows
 from hf_fsdpturbo.dispatch.recompute import record_or_replay
 from hf_fsdpturbo.dispatch.routing_plan import RoutingPlan, plan_slices
@@ -60,11 +61,21 @@ class FusedDispatcher(Dispatcher):
         layout = PackedLayout(hidden_TD.shape[1], weights_TK.shape[1], hidden_TD.dtype)
         return pack_rows(hidden_TD, weights_TK, plan, layout, self.group_size), layout
 
-    def experts_on(self, packed: Tensor, layout: PackedLayout, plan: RoutingPlan, experts: LocalExperts) -> Tensor:
-        """Local experts on received packed rows: ``[R, D]`` to send back."""
-        plain = self.plain_weights(packed, plan.ops, experts)
+    def experts_on(
+        self,
+        packed: Tensor,
+        layout: PackedLayout,
+        plan: RoutingPlan,
+        experts: LocalExperts,
+        flight: Flight,
+        plain: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Local experts on received packed rows: ``[R, D]`` to send back; ``plain`` as :meth:`plain_weights` gave
+        it."""
+        if plain is None:
+            plain = self.plain_weights(packed, plan.ops, experts)
         if plain is not None:
-            return packed_expert_mlp(packed, *plain, layout, plan)
+            return packed_expert_mlp(packed, *plain, layout, plan, flight)
         rows_RD, weights_RK = unpack_rows(packed, layout)
         slot_map = plan.slot_map(layout.slots(packed.detach()).clone())
         return self.own_forward(rows_RD, weights_RK, slot_map, plan.ops, experts)
@@ -101,15 +112,16 @@ class FusedDispatcher(Dispatcher):
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
     ) -> Tensor:
         """See :class:`hf_fsdpturbo.dispatch.Dispatcher`."""
+        # Before the plan, whose host sync empties the device's queue: every host microsecond after it is an idle one.
+        plain = self.plain_weights(hidden_states, get_ops(hidden_states.device.type), experts)
         (plan,) = self.plan([top_k_index])
         if self.group is None:
-            plain = self.plain_weights(hidden_states, plan.ops, experts)
             if plain is not None:
                 return expert_mlp(hidden_states, top_k_weights, *plain, plan.slot_map(), plan.ops)
             return self.own_forward(hidden_states, top_k_weights, plan.slot_map(), plan.ops, experts)
         packed, layout = self.pack(hidden_states, top_k_weights, plan)
-        packed = all_to_all_rows(packed, plan.receive_splits, plan.send_splits, self.group)
-        output_RD = self.experts_on(packed, layout, plan, experts)
+        flight = Flight(plan.receive_splits, plan.send_splits, self.group)
+        output_RD = self.experts_on(send_rows(packed, flight), layout, plan, experts, flight, plain)
         return sum_rows(all_to_all_rows(output_RD, plan.send_splits, plan.receive_splits, self.group), plan)
 
     def dispatch(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_fsdpturbo.dispatch.flight import Flight
 from hf_fsdpturbo.dispatch.routing_plan import RoutingPlan
 from hf_fsdpturbo.ops.expert_mlp import mlp_backward, mlp_forward
 from hf_fsdpturbo.ops.torch import accumulation_dtype
@@ -114,7 +115,13 @@ class _PackedExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, packed: Tensor, gate_up: Tensor, down: Tensor, layout: PackedLayout, plan: RoutingPlan
+        ctx: Any,
+        packed: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        layout: PackedLayout,
+        plan: RoutingPlan,
+        flight: Flight,
     ) -> Tensor:
         slot_map = plan.slot_map(layout.slots(packed))
         output_RD, hidden_SF, weights_S = mlp_forward(
@@ -122,7 +129,7 @@ class _PackedExpertMLP(torch.autograd.Function):
         )
         ctx.save_for_backward(packed, hidden_SF, weights_S, gate_up, down)
         # Not the slot map: its view of `packed` would keep the rows alive through activation checkpointing.
-        ctx.layout, ctx.plan = layout, plan
+        ctx.layout, ctx.plan, ctx.flight = layout, plan, flight
         return output_RD
 
     @staticmethod
@@ -139,8 +146,9 @@ class _PackedExpertMLP(torch.autograd.Function):
             tuple(need_weights),
             None if out is None else layout.rows(out),
             None if out is None else layout.weights(out),
+            lambda: ctx.flight.leave(out),
         )
-        return out, *weights, None, None
+        return out, *weights, None, None, None
 
 
 class _SumRows(torch.autograd.Function):
@@ -170,11 +178,13 @@ def unpack_rows(packed: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
 
 
 def packed_expert_mlp(
-    packed: Tensor, gate_up: Tensor, down: Tensor, layout: PackedLayout, plan: RoutingPlan
+    packed: Tensor, gate_up: Tensor, down: Tensor, layout: PackedLayout, plan: RoutingPlan, flight: Flight
 ) -> Tensor:
-    """``ops.expert_mlp`` on received packed rows: ``[R, D]``, differentiable in rows, their weights and the
-    experts'."""
-    return _PackedExpertMLP.apply(packed, gate_up, down, layout, plan)
+    """``ops.expert_mlp`` on received packed rows: ``[R, D]``, differentiable in rows, their weights and the experts'.
+
+    In backward the rows' gradient leaves by ``flight`` while the gradient of ``gate_up`` is computed.
+    """
+    return _PackedExpertMLP.apply(packed, gate_up, down, layout, plan, flight)
 
 
 def sum_rows(rows: Tensor, plan: RoutingPlan) -> Tensor:

@@ -71,7 +71,7 @@ class RoutingPlan:
         self._placed = True
         assert self._counts is not None
         self._counts.work.wait()
-        totals_PX = self._counts.device_table[:, self._part].contiguous()
+        totals_PX = self._counts.device_table[:, self._part]
         self.slots_TK, self.offsets_L = self.ops.slot_pairs(self.routing, totals_PX, self._rank)
 
     def finish(self) -> None:
@@ -80,7 +80,7 @@ class RoutingPlan:
             return
         counts, self._counts = self._counts, None
         counts.work.synchronize()
-        table_PX = counts.host_table[:, self._part]
+        table_PX = counts.host_table.numpy()[:, self._part]  # numpy: these few sums are on the host's critical path
         ep_size = table_PX.shape[0]
         num_experts = table_PX.shape[1] - ep_size
         num_local = num_experts // ep_size
@@ -91,7 +91,8 @@ class RoutingPlan:
 
 def _gather_counts(totals: list[Tensor], group: ProcessGroup) -> GatheredCounts:
     # An all-to-all of equal copies is an all-gather, under a name that no torch release deprecates.
-    mine = torch.stack(totals).expand(dist.get_world_size(group), -1, -1).contiguous()
+    mine = totals[0].unsqueeze(0) if len(totals) == 1 else torch.stack(totals)
+    mine = mine.expand(dist.get_world_size(group), -1, -1).contiguous()
     device_table = torch.empty_like(mine)
     on_host = mine.device.type == "cpu"
     host_table = device_table if on_host else torch.empty_like(device_table, device="cpu", pin_memory=True)

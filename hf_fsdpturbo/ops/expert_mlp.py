@@ -15,6 +15,7 @@ instead of S (D + F) elements kept from forward to backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,11 +67,13 @@ def mlp_backward(
     need_weights: tuple[bool, bool],
     out_rows_RD: Tensor | None,
     out_weights_RK: Tensor | None,
+    rows_done: Callable[[], None] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of ``(gate_up, down)``, each None unless needed; those of rows and routing weights are written to
     ``out_*``.
 
-    ``saved`` is ``(rows_RD, hidden_SF, weights_S, gate_up, down)``. A rank without slots gives zeros.
+    ``saved`` is ``(rows_RD, hidden_SF, weights_S, gate_up, down)``. A rank without slots gives zeros. ``rows_done`` is
+    called once ``out_*`` are written, before the last weight gradient: an exchange can start there.
     """
     rows_RD, hidden_SF, weights_S, gate_up, down = saved
     offsets_L = slot_map.offsets_L
@@ -80,12 +83,15 @@ def mlp_backward(
     del active_gradient_SF
     down_gradient = ops.grouped_mm(gradient_SD.t(), active_SF, offsets_L) if need_weights[1] else None
     del gradient_SD, active_SF
-    gate_up_gradient = None
-    if need_weights[0]:
-        gate_up_gradient = ops.grouped_mm(hidden_gradient_SF.t(), _expand(ops, rows_RD, slot_map), offsets_L)
     if out_rows_RD is not None:
         rows_gradient_SD = ops.grouped_mm(hidden_gradient_SF, gate_up, offsets_L)
         ops.gather_sum(rows_gradient_SD, slot_map.slots_RK, out_rows_RD, weights_gradient_S, out_weights_RK)
+        del rows_gradient_SD
+        if rows_done is not None:
+            rows_done()
+    gate_up_gradient = None
+    if need_weights[0]:
+        gate_up_gradient = ops.grouped_mm(hidden_gradient_SF.t(), _expand(ops, rows_RD, slot_map), offsets_L)
     return gate_up_gradient, down_gradient
 
 

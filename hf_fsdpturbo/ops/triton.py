@@ -301,11 +301,12 @@ def count_routing(index_TK: Tensor, num_experts: int, ep_size: int) -> Routing:
             index_TK, cumulative, rank, row, position, num_pairs, num_local, num_experts, num_blocks,
             PAIRS=pairs_per_block, P=ep_size, B=512,
         )  # fmt: skip
-    return Routing(index_TK, rank, row, position, cumulative[:, -1].contiguous())
+    return Routing(index_TK, rank, row, position, cumulative[:, -1])
 
 
 def slot_pairs(routing: Routing, totals_PX: Tensor, ep_rank: int) -> tuple[Tensor, Tensor]:
     """See :class:`hf_fsdpturbo.ops.OpSet`. Two launches."""
+    totals_PX = totals_PX.contiguous()
     ep_size, width = totals_PX.shape
     num_experts = width - ep_size
     num_local = num_experts // ep_size
