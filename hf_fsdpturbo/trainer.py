@@ -82,7 +82,8 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         topology = Topology.resolve(world_size, **sizes_for_world(config, world_size))
         if world_size == 1:
             return
-        compat.refuse_broken_torch(world_size, dist.get_backend(), topology.cp_size, topology.ep_size)
+        sizes = {"cp_size": topology.cp_size, "ep_size": topology.ep_size, "edp_size": topology.edp_size}
+        compat.refuse_broken_torch(world_size, dist.get_backend(), **sizes)
         timeout = timedelta(seconds=config.dist_timeout)
         self.parallel_state = FSDPTurboParallelState.initialize(topology, config.device.type, timeout=timeout)
 
@@ -145,7 +146,7 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         """
         if not is_peft(self.model):
             raise ValueError("save_merged_model: the model has no adapter. Use save_model.")
-        export_merged(self.model, output_dir, self.hub_file_bytes, self.processing_class)
+        export_merged(self.model, output_dir, self.hub_file_bytes, cast(Any, self).processing_class)
 
     def _load_hub_weights(self, directory: str) -> None:
         reload_weights(self.model, directory, self.args, self.parallel_state)
