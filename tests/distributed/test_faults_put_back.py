@@ -191,8 +191,7 @@ def test_b4_only_the_norm_is_wrong(seen, fault: str):
     _, record, reference = seen[fault]
     assert record.grad_norms[0] > 1.001 * reference.grad_norms[0]
     ratios = [
-        float(gradient.norm() / reference.gradients[0][name].norm())
-        for name, gradient in record.gradients[0].items()
+        float(gradient.norm() / reference.gradients[0][name].norm()) for name, gradient in record.gradients[0].items()
     ]
     assert ratios == pytest.approx([ratios[0]] * len(ratios), rel=1e-3)
     assert ratios[0] < 0.999

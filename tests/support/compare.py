@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.support.reference_run import Record
+from tests.support.records import Record
 
 TOLERANCE = 1e-5
 
@@ -62,7 +62,9 @@ class Comparison:
         bad = sum(not row.ok for row in self.rows)
         ranked = sorted(self.rows, key=lambda row: row.distance / row.allowed, reverse=True)[:10]
         lines = [f"{bad} of {len(self.rows)} out of tolerance; the worst:"]
-        lines += [f"  {'ok' if r.ok else 'BAD':3} {r.distance:9.2e} (allowed {r.allowed:.1e})  {r.what}" for r in ranked]
+        for row in ranked:
+            mark = "ok " if row.ok else "BAD"
+            lines.append(f"  {mark} {row.distance:.2e} (allowed {row.allowed:.1e})  {row.what}")
         return "\n".join(lines)
 
 

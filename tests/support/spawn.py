@@ -216,9 +216,7 @@ def run_ranks(
     return _run(function, environments, args, timeout)
 
 
-def run_plain(
-    function: Callable[..., Any], *args: Any, timeout: float = 60, env: dict[str, str] | None = None
-) -> Any:
+def run_plain(function: Callable[..., Any], *args: Any, timeout: float = 60, env: dict[str, str] | None = None) -> Any:
     """Run ``function(*args)`` in one fresh process without any launcher's variables; returns its result."""
     return _run(function, [{**BASE_ENVIRONMENT, **(env or {})}], args, timeout)[0]
 

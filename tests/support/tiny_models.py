@@ -150,8 +150,8 @@ def tiny_model(kind: str, *, dtype: str = "float32", seed: int = 0, **config: An
 
     Norm weights, biases and correction biases are moved off their constant start, so that a wrong one is seen. Two
     things are made well conditioned for comparisons: norm weights that start at zero (relative distances mean little
-    there), and the decay rates of linear attention (as initialised, up to 16, the state forgets everything in one token
-    and their own gradients are rounding noise).
+    there), and the decay rates of linear attention (as initialised, up to 16, the state forgets everything in one
+    token and their own gradients are rounding noise).
     """
     import torch
     from transformers import AutoModelForCausalLM
