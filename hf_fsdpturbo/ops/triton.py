@@ -40,9 +40,8 @@ _SWIGLU_ROWS, _SWIGLU_COLUMNS, _SWIGLU_WARPS = 4, 256, 4  # 256 columns are a wa
 # A block compares its pairs with each other (128 x 128), which gives each pair its rank among the block's pairs of the
 # same expert; the last of each kind writes the block's count. One cumulative sum over blocks makes the ranks global.
 # Stable, hence deterministic, and free of atomics. Rows per destination rank are counted token by token, each token
-# once
-# a destination (comparing all pairs of a block for it took ten times as long); a row rank is stored as -1 - rank for
-# pairs that are not the first of their row.
+# once a destination (comparing all pairs of a block for it took ten times as long); a row rank is stored as -1 - rank
+# for pairs that are not the first of their row.
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
