@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.checkpoint.agreement import FAILURES, agree, world_size
 from hf_fsdpturbo.checkpoint.headers import Headers, check_headers
+from hf_fsdpturbo.checkpoint.host_memory import freed_at_once
 
 FRESH_HEADS = ("score.", "classifier.")
 """Task heads that a base checkpoint does not have: they start fresh, equal on all ranks. The rest must be there."""
@@ -82,14 +83,14 @@ def load_sharded(
         draw_heads_whole(model)
         return model
 
-    with raised_on_every_rank(path):
+    with freed_at_once(), raised_on_every_rank(path):
         headers = check_checkpoint_files(path)
         with sharding_during_load(shard_on_meta):
             model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
         fresh_heads = check_loading_info(path, info)
+        own_storage(model)
     del model._init_weights
     report_fresh_heads(path, fresh_heads)
-    own_storage(model)
     return model
 
 
