@@ -22,7 +22,7 @@ PASSAGE_CHARS = 700
 NUM_TEST = 32
 
 
-def passages() -> list[dict[str, str]]:
+def passages(chars: int = PASSAGE_CHARS) -> list[dict[str, str]]:
     """Prompt-completion rows in TRL's format: the prompt names the topic, the completion is a passage about it.
 
     The blank line between them belongs to the completion: no token reaches over the boundary then.
@@ -31,7 +31,7 @@ def passages() -> list[dict[str, str]]:
     for topic, text in topics.items():
         passage = ""
         for paragraph in [*text.strip().split("\n\n"), None]:
-            if passage and (paragraph is None or len(passage) + len(paragraph) > PASSAGE_CHARS):
+            if passage and (paragraph is None or len(passage) + len(paragraph) > chars):
                 rows.append({"prompt": f"# {topic}", "completion": f"\n\n{passage}"})
                 passage = ""
             if paragraph is not None:
@@ -40,9 +40,9 @@ def passages() -> list[dict[str, str]]:
     return rows
 
 
-def write_data(directory: Path, rows: list[dict[str, str]]) -> None:
+def write_data(directory: Path, rows: list[dict[str, str]], num_test: int = NUM_TEST) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    for split, part in (("test", rows[:NUM_TEST]), ("train", rows[NUM_TEST:])):
+    for split, part in (("test", rows[:num_test]), ("train", rows[num_test:])):
         lines = [json.dumps(row) + "\n" for row in part]
         (directory / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 

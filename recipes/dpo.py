@@ -1,11 +1,22 @@
-"""Direct preference optimisation with expert parallelism: `trl dpo`, with our two classes in it.
+"""Preference optimisation (DPO) with expert parallelism: TRL's own `trl dpo` script with our two classes in it.
 
-The reference model is sharded like the policy: no rank holds a copy of it. What else differs from TRL's script, and
-how datasets are named, is said in recipes/sft.py. Rows: `prompt`, `chosen`, `rejected`.
+What differs from `trl/scripts/dpo.py` (Apache-2.0) is FSDPTurboDPOConfig for DPOConfig, FSDPTurboDPOTrainer for
+DPOTrainer, and that an argument nobody knows is an error: TRL's script drops an unknown key of the YAML, and a
+misspelt `ep_size` would then train without expert parallelism.
+
+The reference model is a second, sharded load of the same path; with `--use_peft` it is the base model itself.
 
     accelerate launch --config_file accelerate_configs/cuda_ep8.yaml recipes/dpo.py \
         --model_name_or_path Qwen/Qwen3-30B-A3B --dataset_name trl-lib/ultrafeedback_binarized \
         --learning_rate 5.0e-7 --output_dir outputs/dpo
+
+LoRA on attention and experts (TRL's default dropout does not go with stacked experts):
+
+    ... --use_peft --lora_r 16 --lora_dropout 0 --lora_target_modules q_proj k_proj v_proj o_proj \
+        --lora_target_parameters mlp.experts.gate_up_proj mlp.experts.down_proj
+
+A folder with train.jsonl and test.jsonl (columns prompt, chosen, rejected) is a `--dataset_name` as well; several
+sources go into a `datasets:` list in the YAML of `--config`, as in TRL.
 """
 
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser

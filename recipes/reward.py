@@ -1,11 +1,19 @@
-"""Reward modelling with expert parallelism: `trl reward`, with our two classes in it.
+"""Reward modelling with expert parallelism: the steps of TRL's own `trl reward` script, with our two classes in it.
 
-A fresh `score` head starts equal on all ranks. What else differs from TRL's script, and how datasets are named, is
-said in recipes/sft.py. Rows are in TRL's preference format (`chosen`, `rejected`).
+What differs from `trl/scripts/reward.py` (Apache-2.0) is FSDPTurboRewardConfig for RewardConfig,
+FSDPTurboRewardTrainer for RewardTrainer, and that an argument nobody knows is an error: TRL's script drops an unknown
+key of the YAML, and a misspelt `ep_size` would then train without expert parallelism.
+
+A checkpoint without a score head gets a fresh one, the same as in a run of one process.
 
     accelerate launch --config_file accelerate_configs/cuda_ep8.yaml recipes/reward.py \
         --model_name_or_path Qwen/Qwen3-30B-A3B --dataset_name trl-lib/ultrafeedback_binarized \
-        --output_dir outputs/reward
+        --learning_rate 1.0e-5 --output_dir outputs/reward
+
+With `--use_peft`, say `--lora_task_type SEQ_CLS`: the head is then trained whole beside the adapter.
+
+A folder with train.jsonl and test.jsonl (columns chosen, rejected) is a `--dataset_name` as well; several sources go
+into a `datasets:` list in the YAML of `--config`, as in TRL.
 """
 
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser

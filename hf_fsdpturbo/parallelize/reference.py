@@ -21,6 +21,9 @@ from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.adapters import refuse_second_adapter
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
 
+ONLINE_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
+"""TRL's trainers that build models inside their own ``__init__`` and generate; refused until that is built."""
+
 
 def add_reference(
     trainer_class: type,
@@ -34,8 +37,15 @@ def add_reference(
     keep a reference (an adapter that can be disabled, ``precompute_ref_log_probs``) or has no such argument.
 
     Raises:
-        ValueError: the reference is the policy, or None with a policy that came from no path.
+        ValueError: the reference is the policy, or None with a policy that came from no path; a trainer that loads a
+            reference past us.
     """
+    for cls in trainer_class.__mro__ if state is not None else ():
+        if cls.__module__.startswith("trl.") and cls.__name__ in ONLINE_TRAINERS:
+            raise ValueError(
+                f"{cls.__name__} is not supported: it loads a whole reference model on every rank and generates while "
+                "it trains. Use SFT, DPO, KTO or reward training."
+            )
     if "ref_model" not in bound.signature.parameters:
         return
     given = bound.arguments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.support.compare import TOLERANCE, compare, distance
-from tests.support.preference_runs import Preference, against_one_process, pairs, stock_ranks, turbo_ranks, values
+from tests.support.preference_runs import (
+    Preference,
+    against_one_process,
+    evaluated,
+    pairs,
+    stock_ranks,
+    turbo_ranks,
+    values,
+)
 from tests.support.reference_run import Run, build_trainer, whole
-from tests.support.spawn import RankError, run_ranks
+from tests.support.spawn import RankError, run_plain, run_ranks
 
 ACCUMULATE = {"gradient_accumulation_steps": 2}
 RECOMPUTE = {"gradient_checkpointing": True}
@@ -145,6 +154,23 @@ def test_logged_names_and_values_are_stock(tiny):
     for log, other in zip(ours, stock, strict=True):
         for name, value in log.items():
             assert value == pytest.approx(other[name], rel=1e-4, abs=2e-6), name
+
+
+def test_evaluation_counts_each_sample_once(tiny):
+    """Seven pairs, two a rank: the last batch has 2 and 1 real ones. As one process with batches of four."""
+    args = {"router_aux_loss_coef": 0.0}  # a statistic of a micro-batch, so another one on four pairs
+    run = Run(tiny("qwen3_moe"), pairs(8), args, EP2, "dpo", eval_data=pairs(7, seed=9))
+    job = Preference(run, "path", tiny("qwen3_moe", seed=3))
+    plain = Preference(replace(run, args={**args, "per_device_eval_batch_size": 4}), "path", job.reference)
+    expected = run_plain(evaluated, plain, False)
+    assert len(expected) > 10
+    for found in run_ranks(evaluated, 2, job, True, timeout=90):
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    wrong = run_ranks(evaluated, 2, job, True, True, timeout=90)[0]
+    different = [n for n, value in expected.items() if wrong[n] != pytest.approx(value, rel=1e-3, abs=1e-5)]
+    assert {"eval_loss", "eval_rewards/margins", "eval_logps/chosen"} <= set(different), "the fault is not seen"
 
 
 # Faults put back

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.compare import compare
-from tests.support.preference_runs import Preference, against_one_process, pairs, stock_ranks, turbo_ranks, values
+from tests.support.preference_runs import (
+    Preference,
+    against_one_process,
+    evaluated,
+    pairs,
+    stock_ranks,
+    turbo_ranks,
+    values,
+)
 from tests.support.reference_run import Run, whole
 from tests.support.spawn import run_plain, run_ranks
 
@@ -93,6 +102,19 @@ def test_logged_names_and_values_are_stock(tiny):
     for log, other in zip(ours, stock, strict=True):
         for name, value in log.items():
             assert value == pytest.approx(other[name], rel=1e-4, abs=2e-6), name
+
+
+def test_evaluation_counts_each_sample_once(tiny):
+    """Five pairs, two a rank: the last batch has one real pair on rank 0, none on rank 1."""
+    run = Run(tiny("qwen3_moe"), two_columns(8), {}, EP2, "reward", eval_data=two_columns(5, 9))
+    plain = replace(run, args={"per_device_eval_batch_size": 4})
+    expected = run_plain(evaluated, Preference(plain), False)
+    for found in run_ranks(evaluated, 2, Preference(run), True, timeout=90):
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    wrong = run_ranks(evaluated, 2, Preference(run), True, True, timeout=90)[0]
+    assert wrong["eval_margin"] != pytest.approx(expected["eval_margin"], rel=1e-3), "the fault is not seen"
 
 
 # The head

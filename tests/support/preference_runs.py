@@ -109,6 +109,16 @@ def _eager(job: Preference) -> Preference:
     return replace(job, run=replace(job.run, model_kwargs=kwargs))
 
 
+def evaluated(job: Preference, turbo: bool, fault: bool = False) -> dict[str, float]:
+    """Rank function (and for one plain process): metrics of ``evaluate()``; the fault counts repeats as stock does."""
+    from hf_fsdpturbo.trl.evaluation import EvaluateOnce
+
+    if fault:
+        del EvaluateOnce.evaluation_loop, EvaluateOnce.prediction_step
+    forget_accelerate()
+    return values([build_trainer(_with_reference(job, turbo), turbo=turbo).evaluate()])[0]
+
+
 def values(logs: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Logs without wall-clock entries."""
     return [{k: float(v) for k, v in log.items() if not any(t in k for t in TIMES)} for log in logs]

@@ -8,6 +8,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 
 from hf_fsdpturbo.arguments import FSDPTurboArguments
 from hf_fsdpturbo.trainer import FSDPTurboTrainerMixin
+from hf_fsdpturbo.trl.evaluation import EvaluateOnce
 
 
 @dataclass
@@ -15,7 +16,7 @@ class FSDPTurboSFTConfig(FSDPTurboArguments, SFTConfig):
     """``trl.SFTConfig`` with the fields of :class:`FSDPTurboArguments`."""
 
 
-class FSDPTurboSFTTrainer(FSDPTurboTrainerMixin, SFTTrainer):
+class FSDPTurboSFTTrainer(EvaluateOnce, FSDPTurboTrainerMixin, SFTTrainer):
     """``trl.SFTTrainer`` with experts spread over ranks."""
 
 
@@ -24,7 +25,7 @@ class FSDPTurboDPOConfig(FSDPTurboArguments, DPOConfig):
     """``trl.DPOConfig`` with the fields of :class:`FSDPTurboArguments`."""
 
 
-class FSDPTurboDPOTrainer(FSDPTurboTrainerMixin, DPOTrainer):
+class FSDPTurboDPOTrainer(EvaluateOnce, FSDPTurboTrainerMixin, DPOTrainer):
     """``trl.DPOTrainer`` with experts spread over ranks; ``ref_model`` may be a path too, and is sharded."""
 
 
@@ -33,5 +34,5 @@ class FSDPTurboRewardConfig(FSDPTurboArguments, RewardConfig):
     """``trl.RewardConfig`` with the fields of :class:`FSDPTurboArguments`."""
 
 
-class FSDPTurboRewardTrainer(FSDPTurboTrainerMixin, RewardTrainer):
+class FSDPTurboRewardTrainer(EvaluateOnce, FSDPTurboTrainerMixin, RewardTrainer):
     """``trl.RewardTrainer`` with experts spread over ranks; a fresh ``score`` head starts as in one process."""

@@ -1,0 +1,212 @@
+"""LoRA on attention and experts equals one process of stock PEFT and TRL; files, resume, merged export, refusals."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+from tests.support.adapter_runs import (
+    adapter_tensors,
+    as_peft,
+    load_and_save,
+    lora,
+    plain_adapter,
+    plain_logits,
+    train_and_save,
+    train_and_stop,
+)
+from tests.support.compare import TOLERANCE, compare, distance
+from tests.support.preference_runs import Preference, against_one_process, pairs, turbo_ranks
+from tests.support.reference_run import Run
+from tests.support.spawn import RankError, run_ranks
+from tests.support.tiny_models import texts
+
+ACCUMULATE = {"gradient_accumulation_steps": 2}
+RECOMPUTE = {"gradient_checkpointing": True}
+EP2, EP4 = {"ep_size": 2}, {"ep_size": 4}
+ALL_LINEAR = {"target_modules": "all-linear", "target_parameters": None}
+ATTENTION = {"target_parameters": None}
+ONE_PARAMETER = {"target_modules": None, "target_parameters": ["mlp.experts.gate_up_proj"], "use_rslora": True}
+
+HSDP = {"ep_size": 2, "mp_replicate_size": 2}
+ONE_EXPERT = {"num_experts": 2, "top_k": 1}
+EP2_RUNS: dict[str, tuple[str, dict, dict, dict]] = {
+    "sft": ("sft", {**ACCUMULATE, **RECOMPUTE}, {}, {}),
+    "attention": ("sft", {}, ATTENTION, {}),
+    "one_parameter": ("sft", {}, ONE_PARAMETER, {}),
+    "fused": ("sft", RECOMPUTE, {}, {}),
+    "dpo": ("dpo", {**ACCUMULATE, **RECOMPUTE}, {}, {}),
+    "all_linear": ("dpo", {}, ALL_LINEAR, {}),
+    "reward": ("reward", {}, {"task_type": "SEQ_CLS"}, {}),
+}
+# layout -> (ranks, hf_fsdpturbo fields, run -> (trainer, training arguments, LoRA changes, model changes))
+RUNS: dict[str, tuple[int, dict, dict[str, tuple[str, dict, dict, dict]]]] = {
+    "ep2": (2, EP2, EP2_RUNS),
+    "ep1": (2, {"ep_size": 1}, {"sft": ("sft", {}, {}, {})}),
+    "ep4": (4, EP4, {"sft": ("sft", RECOMPUTE, {}, {})}),
+    # one expert a rank: base on its input dims, factors on the features they share with it
+    "ep2_efsdp2": (
+        4,
+        EP2,
+        {"dpo": ("dpo", ACCUMULATE, {}, {}), "one_expert": ("sft", RECOMPUTE, {}, ONE_EXPERT)},
+    ),
+    "hsdp2_ep2": (4, HSDP, {"sft": ("sft", {}, {}, {})}),
+}
+MORE_TURBO = {"fused": {"ep_dispatcher": "fused"}}
+CASES = [(layout, name) for layout, (_, _, runs) in RUNS.items() for name in runs]
+
+
+def data_of(trainer: str) -> dict[str, list[str]]:
+    if trainer == "sft":
+        return {"text": texts(64)}
+    return {n: column for n, column in pairs(64).items() if trainer == "dpo" or n != "prompt"}
+
+
+@pytest.fixture(scope="module")
+def outcome(tiny: Callable[..., str]) -> Callable[[str], dict]:
+    done: dict[str, dict] = {}
+
+    def get(layout: str) -> dict:
+        if layout not in done:
+            world_size, turbo, runs = RUNS[layout]
+            jobs = {}
+            for name, (trainer, args, changes, model) in runs.items():
+                kwargs, more = {"peft_config": lora(**changes)}, {**turbo, **MORE_TURBO.get(name, {})}
+                run = Run(tiny("qwen3_moe", **model), data_of(trainer), args, more, trainer, trainer_kwargs=kwargs)
+                jobs[name] = Preference(run)
+            done[layout] = against_one_process(jobs, world_size, yardstick=True)
+        return done[layout]
+
+    return get
+
+
+@pytest.mark.parametrize(("layout", "run"), CASES)
+def test_equals_one_process(outcome, layout, run):
+    """Adapters start as stock PEFT draws them, too. After one Adam step lora_B is lr times a sign: near-zero gradients
+    make lora_A's next gradient ill-conditioned, hence the yardstick."""
+    record, reference, yardstick = outcome(layout)[run]
+    comparison = compare(as_peft(record), reference, yardstick=yardstick)
+    print(comparison.report)
+    assert comparison, comparison.report
+    assert len(record.gradients) == 3
+
+
+@pytest.mark.parametrize(("layout", "run"), CASES)
+def test_frozen_weights_have_no_gradient_and_no_optimizer_state(outcome, layout, run):
+    record, reference, _ = outcome(layout)[run]
+    assert record.trainable == reference.trainable
+    assert all("lora_" in name or "modules_to_save" in name for name in record.trainable)
+    assert set(record.with_optimizer_state) == set(record.trainable)
+    assert set(record.gradients[0]) == set(record.trainable)
+
+
+# Files
+
+
+def sft(path: str, folder: str, turbo: dict, **args) -> Run:
+    arguments = {"output_dir": folder, **args}
+    return Run(path, data_of("sft"), arguments, turbo, "sft", trainer_kwargs={"peft_config": lora()}, gradients=False)
+
+
+@pytest.mark.parametrize(("world_size", "turbo"), [(2, EP2), (4, EP2)])
+def test_saved_adapter_and_merged_model_load_in_plain_peft(tiny, tmp_path, world_size, turbo):
+    path = tiny("qwen3_moe")
+    run = sft(path, str(tmp_path / "run"), turbo)
+    found = run_ranks(train_and_save, world_size, run, str(tmp_path), timeout=120)[0]
+    file = adapter_tensors(str(tmp_path / "adapter"))
+    assert len(file) == 16
+    for name, tensor in file.items():
+        assert torch.equal(tensor, found["weights"][name.replace(".weight", ".default.weight")]), name
+    untrained = plain_logits(path, None)
+    for logits in (
+        plain_logits(path, str(tmp_path / "adapter")),
+        plain_logits(str(tmp_path / "merged"), None),
+    ):
+        assert distance(found["logits"], logits) < TOLERANCE
+    assert distance(found["logits"], untrained) > 1e-3
+    assert sorted(os.listdir(tmp_path / "merged")) == sorted(
+        ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    )
+
+
+def test_plain_adapter_loads_here_and_is_saved_bit_equal(tiny, tmp_path):
+    path, source = tiny("qwen3_moe"), str(tmp_path / "plain")
+    plain_adapter(path, source)
+    expected, before = plain_logits(path, source), adapter_tensors(source)
+    for world_size, turbo in ((2, EP2), (4, EP2)):
+        folder = str(tmp_path / f"saved{world_size}")
+        run = sft(path, str(tmp_path / "run"), turbo)
+        logits = run_ranks(load_and_save, world_size, run, source, folder, timeout=90)[0]
+        assert distance(logits, expected) < TOLERANCE
+        after = adapter_tensors(folder)
+        assert set(after) == set(before)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+    wrong = run_ranks(load_and_save, 2, sft(path, str(tmp_path / "run"), EP2), source, str(tmp_path / "w"), True)[0]
+    assert distance(wrong, expected) > 1e-2, "the fault is not seen"
+
+
+def test_resume_at_the_same_and_another_topology(tiny, tmp_path):
+    path = tiny("qwen3_moe")
+    args = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
+    args["router_aux_loss_coef"] = 0.0  # a statistic of a micro-batch: four ranks cut the same batch otherwise
+    first = str(tmp_path / "first")
+    expected = run_ranks(train_and_stop, 2, sft(path, first, EP2, **args), None, timeout=120)[0]
+    checkpoint = os.path.join(first, "checkpoint-2")
+    assert os.path.exists(os.path.join(checkpoint, "adapter_model.safetensors"))
+    again = run_ranks(train_and_stop, 2, sft(path, str(tmp_path / "second"), EP2, **args), checkpoint, timeout=120)[0]
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+    half = {**args, "per_device_train_batch_size": 2}
+    other = run_ranks(train_and_stop, 4, sft(path, str(tmp_path / "third"), EP4, **half), checkpoint, timeout=120)[0]
+    worst = max(distance(other[name], expected[name]) for name in expected)
+    print(f"ep2 -> ep4: {worst:.1e}")
+    assert worst < 1e-4
+    start = run_ranks(train_and_stop, 2, sft(path, str(tmp_path / "4"), EP2, **{**args, "max_steps": 1}), None)[0]
+    assert max(distance(start[name], expected[name]) for name in expected) > 1e-2
+
+
+# Refusals through the trainer
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changes", "text"),
+    [
+        ("sft", {"lora_dropout": 0.05}, "--lora_dropout 0"),
+        ("sft", {"lora_dropout": 0.05, **ALL_LINEAR}, "lora_dropout"),
+        ("sft", {"target_parameters": ["experts.gate_proj"]}, "mlp.experts.gate_up_proj"),
+        ("dpo", {"use_dora": True, **ATTENTION}, "use_dora"),
+    ],
+)
+def test_refused_by_name(tiny, trainer, changes, text):
+    run = Run(
+        tiny("qwen3_moe"), data_of(trainer), {}, EP2, trainer, trainer_kwargs={"peft_config": lora(**changes)}
+    )
+    with pytest.raises(RankError) as caught:
+        run_ranks(turbo_ranks, 2, [Preference(run)], timeout=60)
+    assert caught.value.kind == "ValueError"
+    assert text in caught.value.text
+
+
+def dpo_of_peft_model(run: Run) -> None:
+    """Rank function: a PEFT model object without a reference."""
+    from datasets import Dataset
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from hf_fsdpturbo import FSDPTurboDPOConfig, FSDPTurboDPOTrainer
+    from tests.support.tiny_models import tiny_tokenizer
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32), lora())
+    args = FSDPTurboDPOConfig(output_dir="unused", use_cpu=True, bf16=False, report_to="none", **EP2)
+    data = Dataset.from_dict(run.data)
+    FSDPTurboDPOTrainer(model=model, args=args, train_dataset=data, processing_class=tiny_tokenizer())
+
+
+def test_dpo_of_a_peft_model_without_reference_is_refused(tiny):
+    with pytest.raises(RankError) as caught:
+        run_ranks(dpo_of_peft_model, 2, Run(tiny("qwen3_moe"), data_of("dpo")), timeout=60)
+    assert "pass ref_model" in caught.value.text
