@@ -43,32 +43,35 @@ def finished(run_dir: Path) -> list[int]:
 # Kills
 
 
-def train_and_kill(run: Run, output_dir: str, victims: list[int], delays: list[float]) -> None:
-    """Rank function: from the second save on, a thread kills this very process after a delay."""
+def train_and_kill(run: Run, output_dir: str, victims: list[int], delay: float, async_save: bool) -> None:
+    """Rank function: when a later save begins, a thread kills this very process after a delay."""
     rank = int(os.environ["RANK"])
     trainer = build_trainer(run, turbo=True, output_dir=output_dir)
+    trainer.async_save = async_save
     save = trainer._save_checkpoint
 
     def save_and_die(*args):
-        if trainer.state.global_step == 2 and rank in victims:
-            threading.Timer(delays[rank], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        # asynchronously, the save of step 2 has waited for checkpoint-1
+        if trainer.state.global_step == (3 if async_save else 2) and rank in victims:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
         save(*args)
 
     trainer._save_checkpoint = save_and_die
     trainer.train()
 
 
-def test_killed_during_a_save(tmp_path):
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_killed_during_a_save(tmp_path, async_save):
     """One rank or both, at moments spread over the time a save takes; what was finished before stays, and loads."""
     run = make_run(save_tiny("qwen3_moe", tmp_path / "model"))
     draw = random.Random(0)
     newest = set()
-    for attempt in range(8):
+    for attempt in range(6):
         directory = tmp_path / f"run{attempt}"
         moment = attempt * 0.02 + draw.uniform(0, 0.02)
         victims = [[0], [1], [0, 1]][attempt % 3]
         with pytest.raises(RankError):
-            run_ranks(train_and_kill, 2, run, str(directory), victims, [moment, moment], timeout=30)
+            run_ranks(train_and_kill, 2, run, str(directory), victims, moment, async_save, timeout=30)
         steps = finished(directory)
         assert 1 in steps, (moment, victims, sorted(os.listdir(directory)))
         for step in steps:

@@ -85,13 +85,15 @@ class Layout:
     turbo: dict[str, Any]
 
     def run(self, model: str, **changes: Any) -> Run:
-        args = {**ARGS, "gradient_accumulation_steps": 4 // self.world, **changes.pop("args", {})}
+        accumulation = 4 * self.turbo.get("cp_size", 1) // self.world
+        args = {**ARGS, "gradient_accumulation_steps": accumulation, **changes.pop("args", {})}
         return Run(model=model, data={"text": texts(40)}, args=args, turbo=self.turbo, gradients=False, **changes)
 
     def train(self, run: Run, output_dir: Path, resume: str | bool | None = None) -> list[Outcome]:
         if self.world == 1:
             return [run_plain(train, run, str(output_dir), resume, timeout=90)]
-        return run_ranks(train, self.world, run, str(output_dir), resume, timeout=90)
+        outcomes = run_ranks(train, self.world, run, str(output_dir), resume, timeout=90)
+        return outcomes[:: self.turbo.get("cp_size", 1)]  # ranks that share a batch count once
 
 
 EP2 = Layout(2, {"ep_size": 2})
@@ -100,6 +102,7 @@ EP1 = Layout(4, {"ep_size": 1})
 EP2_EFSDP2 = Layout(4, {"ep_size": 2})
 EP2_EDP2 = Layout(4, {"dist_config": {"ep_size": 2, "efsdp_size": 1}})
 HSDP = Layout(4, {"ep_size": 2, "mp_replicate_size": 2})
+CP2_EP2 = Layout(4, {"cp_size": 2, "ep_size": 2})
 ONE = Layout(1, {})
 
 
@@ -130,11 +133,20 @@ def check_continues(whole_run: list[Outcome], resumed: list[Outcome], saved_at: 
         assert not {name: d for name, d in far.items() if name.startswith("weight")}
 
 
-@pytest.mark.parametrize("trainer", ["sft", "plain"])
-@pytest.mark.parametrize("layout", [EP2, EP2_EFSDP2], ids=["ep2", "ep2xefsdp2"])
-def test_same_topology_is_bit_equal(tmp_path, layout, trainer):
-    """With dropout: the RNG of every rank is part of it."""
-    model = save_tiny("qwen3_moe", tmp_path / "model", attention_dropout=0.1)
+SAME = {
+    "ep2": (EP2, "sft"),
+    "ep2 plain Trainer": (EP2, "plain"),
+    "ep2 x efsdp2": (EP2_EFSDP2, "sft"),
+    "cp2 x ep2": (CP2_EP2, "sft"),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_same_topology_is_bit_equal(tmp_path, case):
+    """With dropout (where context parallelism allows it): the RNG of every rank is part of it."""
+    layout, trainer = SAME[case]
+    dropout = {} if "cp2" in case else {"attention_dropout": 0.1}
+    model = save_tiny("qwen3_moe", tmp_path / "model", **dropout)
     run = layout.run(model, trainer=trainer)
     uninterrupted = layout.train(run, tmp_path / "a")
     shutil.rmtree(tmp_path / "a" / "checkpoint-6")
@@ -148,6 +160,7 @@ MOVES = {
     "ep2 x efsdp2 -> ep4": (EP2_EFSDP2, EP4, {}),
     "edp2 -> ep2 x efsdp2": (EP2_EDP2, EP2_EFSDP2, {}),
     "hsdp -> none": (HSDP, EP2_EFSDP2, {}),
+    "cp2 x ep2 -> ep2 x efsdp2": (CP2_EP2, EP2_EFSDP2, {}),
     "input dim -> dim 0": (EP2_EFSDP2, EP2, {"num_experts": 6}),
 }
 

@@ -251,7 +251,7 @@ def test_dcp_path(tmp_path):
 # Command line
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe", "gpt_oss", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
 def test_export_command(tmp_path, kind, capsys):
     """checkpoint-N to Hub files without a process group: the same tensors as save_model, names as the source."""
     source = save_tiny(kind, tmp_path / "model", tie=kind == "qwen3_moe")
