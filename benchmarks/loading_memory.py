@@ -1,6 +1,6 @@
 """Peak anonymous memory of a rank while it loads: below its own shard plus three of its largest stacked tensors.
 
-    python benchmarks/loading_memory.py            # two ranks, EP 2, a checkpoint of about 1.2 GB in a temporary folder
+    python benchmarks/loading_memory.py            # two ranks, EP 2, a checkpoint of 1.2 GB in a temporary folder
     python benchmarks/loading_memory.py --ranks 4 --efsdp 2 --stock
 
 Measured is RssAnon of /proc/self/status over its value just before loading, every millisecond: pages of the process's

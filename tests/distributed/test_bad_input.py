@@ -43,6 +43,8 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "auto_find_batch_size": ({**EP2, "auto_find_batch_size": True}, "moe", ("auto_find_batch_size",)),
     "deepspeed": ({**EP2, "deepspeed": {"zero_optimization": {"stage": 2}}}, "moe", ("deepspeed",)),
     "fsdp": ({**EP2, "fsdp": "full_shard"}, "moe", ("fsdp",)),
+    "offload_of_wrong_type": ({**EP2, "dist_config": {"offload_params": "yes"}}, "moe", ("offload_params", "bool")),
+    "optimizer_4bit": ({**EP2, "optim": "adamw_torch_4bit"}, "moe", ("optim", "4bit")),
     "optimizer_8bit": ({**EP2, "optim": "adamw_8bit"}, "moe", ("optim", "8bit")),
     "device_map": ({**EP2, "model_init_kwargs": {"device_map": "auto"}}, "moe", ("device_map",)),
     "own_distributed_config": (
@@ -82,8 +84,53 @@ def try_all(models: dict[str, str]) -> dict[str, tuple[str, str]]:
     forget_accelerate()
     parallel_state._STATE = None
     args = FSDPTurboSFTConfig(**{**DEFAULT_ARGS, "output_dir": tempfile.mkdtemp(), **EP2})
-    FSDPTurboSFTTrainer(models["moe"], args=args, train_dataset=data, processing_class=tokenizer).train()
+    trainer = FSDPTurboSFTTrainer(models["moe"], args=args, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    return {**result, **refused_by_trainers(trainer, data, tokenizer)}
+
+
+def refused_by_trainers(trainer: Any, data: Any, tokenizer: Any) -> dict[str, tuple[str, str]]:
+    """What comes in as an argument of the trainer, or is asked of it."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+    from hf_fsdpturbo import FSDPTurboSFTTrainer, FSDPTurboTrainer
+    from tests.support.tiny_models import tiny_config
+
+    class Distributed:
+        ep_size = 2
+
+    path, args = trainer.model.name_or_path, trainer.args
+    own = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
+    own.config.distributed_config = Distributed()
+    stock = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none")
+    quantised = BitsAndBytesConfig(load_in_4bit=True)
+    attempts = {
+        "model_init": lambda: FSDPTurboTrainer(model_init=lambda: own, args=args, train_dataset=data),
+        "hyperparameter_search": lambda: trainer.hyperparameter_search(n_trials=1),
+        "object_with_distributed_config": lambda: FSDPTurboTrainer(own, args=args, train_dataset=data),
+        "quantization_config": lambda: FSDPTurboSFTTrainer(
+            path, args=args, train_dataset=data, processing_class=tokenizer, quantization_config=quantised
+        ),
+        "stock_arguments": lambda: FSDPTurboTrainer(own, args=stock, train_dataset=data),
+    }
+    assert issubclass(FSDPTurboTrainer, Trainer)
+    result = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            result[name] = ("", "no error")
+        except Exception as error:  # noqa: BLE001  (the test says which class it has to be)
+            result[name] = (type(error).__name__, str(error))
     return result
+
+
+OF_TRAINERS = {
+    "model_init": ("model_init",),
+    "hyperparameter_search": ("hyperparameter_search",),
+    "object_with_distributed_config": ("distributed_config",),
+    "quantization_config": ("quantization_config",),
+    "stock_arguments": ("FSDPTurboArguments", "TrainingArguments"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +174,14 @@ def models(tiny, tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def said(models) -> list[dict[str, tuple[str, str]]]:
     return run_ranks(try_all, 2, models, timeout=150)
+
+
+@pytest.mark.parametrize("case", OF_TRAINERS)
+def test_refused_by_trainers(said, case: str):
+    for rank in said:
+        kind, message = rank[case]
+        assert kind == "ValueError", (kind, message)
+        assert all(part in message for part in OF_TRAINERS[case]), message
 
 
 @pytest.mark.parametrize("case", CASES)
