@@ -133,11 +133,15 @@ def parallelize_model(
     else:
         context_parallel.keep_documents_apart(model)
     options = fsdp_options(args)
+    unmanaged: set[nn.Parameter] = set()
     if params.ep_backend == "fsdp_turbo" and counts:
         report.notes += _route_upstream(model, counts, args, state)
     else:
         for name, num_experts in counts.items():
-            route_experts(model.get_submodule(name), num_experts, params.ep_dispatcher, state, options)
+            module = model.get_submodule(name)
+            experts = route_experts(module, num_experts, params.ep_dispatcher, state, options)
+            if experts.gradient_divisor is not None:
+                unmanaged.update(module.parameters())
         install_routing_tape(model)
     ignored = {parameter for name in counts for parameter in model.get_submodule(name).parameters()}
     report.num_experts = max(counts.values(), default=0)
@@ -147,7 +151,7 @@ def parallelize_model(
     root = _root_options(model, options)
     units = outer_fully_shard(model, state.dense_mesh, ignored=ignored | free, options=options, root_options=root)
     report.dense_units = len(units)
-    check_ownership(model, free)
+    check_ownership(model, free | unmanaged)
     model._is_accelerate_prepared = True  # accelerate then passes it through untouched: no DDP, no autocast, no .to()
     return model, report
 
@@ -168,7 +172,7 @@ def _route_upstream(
         params=params,
         divide_factor=factor,
         num_local_experts=counts[names[0]] // topology.ep_size,
-        options=expert_options(fsdp_options(args), model.get_submodule(names[0]), state),
+        options=expert_options(fsdp_options(args)),
     )
 
 

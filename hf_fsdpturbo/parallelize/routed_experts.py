@@ -39,18 +39,14 @@ class RoutedForward:
         return output_TD.view(hidden_states.shape).clone()
 
 
-def expert_options(options: dict[str, Any], module: nn.Module, state: FSDPTurboParallelState) -> dict[str, Any]:
-    """``fully_shard`` arguments for experts, from those of the outer units.
+def expert_options(options: dict[str, Any]) -> dict[str, Any]:
+    """``fully_shard`` arguments for experts: those of the outer units, but inputs keep their dtypes.
 
-    Inputs keep their dtypes: routing weights may be float32 beside bf16 rows. Where nothing is reduced (one rank holds
-    each expert) and weights are stored in the compute dtype, a float32 reduction would only copy: division rounds once
-    either way, so the gradients are the same bits.
+    Routing weights may be float32 beside bf16 rows.
     """
-    policy, topology = options["mp_policy"], state.topology
-    reduced = topology.expert_shard_size * topology.edp_size > 1
-    stored = {parameter.dtype for parameter in module.parameters()}
-    reduce_dtype = policy.reduce_dtype if reduced or stored != {policy.param_dtype} else None
-    return {**options, "mp_policy": MixedPrecisionPolicy(policy.param_dtype, reduce_dtype, cast_forward_inputs=False)}
+    policy = options["mp_policy"]
+    own = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+    return {**options, "mp_policy": own}
 
 
 def route_experts(
@@ -67,6 +63,7 @@ def route_experts(
         state.expert_fsdp_mesh,
         num_local_experts=experts.num_local_experts,
         divide_factor=topology.dp_size * topology.cp_size,
-        options=expert_options(options, module, state),
+        options=expert_options(options),
+        experts=None if wrapper_chain(module) else experts,
     )
     return experts

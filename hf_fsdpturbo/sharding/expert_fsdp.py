@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 
 from hf_fsdpturbo import compat
 from hf_fsdpturbo.sharding.expert_lora import FACTORS, base_module
+from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts
 
 # Note [Which dim experts are sharded on]
 # Dim 0 (whole experts) when the shard group divides the local experts: nothing is cut inside a matrix. Otherwise the
@@ -56,6 +57,21 @@ def _dim_1(parameter_name: str, transposed: bool) -> bool:
     return transposed if factor is None else factor == "lora_B"
 
 
+# Note [Experts that one rank holds whole]
+# Where shard and replicate axis are one rank (ep == dp) and weights are stored in the dtype they compute in, FSDP has
+# nothing to gather, reduce or convert, but copies every weight twice and every gradient three times a step: 12 of 250
+# ms of an 8-layer step on two H200. There the module is wrapped without parameters, and the view that dispatchers read
+# divides the gradients by the same factor. Leaving that out is B1 of the reference: parity tests and the start-up
+# scale check see it.
+
+
+def one_rank_holds_whole(module: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> bool:
+    """Whether FSDP would only copy: see Note [Experts that one rank holds whole]."""
+    compute = options["mp_policy"].param_dtype
+    stored = {parameter.dtype for parameter in module.parameters()}
+    return mesh.size() == 1 and "offload_policy" not in options and (compute is None or stored == {compute})
+
+
 def fully_shard_experts(
     module: nn.Module,
     mesh: DeviceMesh,
@@ -63,8 +79,9 @@ def fully_shard_experts(
     num_local_experts: int,
     divide_factor: int,
     options: dict[str, Any],
+    experts: ModuleExperts | None = None,
 ) -> None:
-    """Wrap one experts module, also when the shard group is one rank: only FSDP applies the divide factor.
+    """Wrap one experts module and divide its gradients, also when the shard group is one rank.
 
     Args:
         module: experts module whose parameters are DTensors on the ep axis of the same parent mesh.
@@ -72,7 +89,12 @@ def fully_shard_experts(
         num_local_experts: experts of this ep rank.
         divide_factor: ``dp_size * cp_size``; an expert's gradient already sums the tokens of its whole ep group.
         options: further arguments of ``fully_shard`` (policies, reshard_after_forward).
+        experts: the view that can divide gradients where FSDP would only copy; without one FSDP always does.
     """
+    if experts is not None and one_rank_holds_whole(module, mesh, options):
+        fully_shard(module, mesh=mesh, ignored_params=set(module.parameters()), **options)
+        experts.gradient_divisor = divide_factor
+        return
     shard_size = mesh.size(mesh.ndim - 1)
     transposed = bool(getattr(base_module(module), "is_transposed", False))
     on_dim_1 = {parameter: _dim_1(name, transposed) for name, parameter in module.named_parameters()}

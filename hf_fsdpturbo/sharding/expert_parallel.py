@@ -32,6 +32,19 @@ class _TouchWeights(torch.autograd.Function):
         return gradients[0], *zeros
 
 
+class _DivideGradient(torch.autograd.Function):
+    """The weight itself; its gradient divided: see Note [Experts that one rank holds whole] in expert_fsdp.py."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, divisor: int) -> Tensor:
+        ctx.divisor = divisor
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0] / ctx.divisor, None
+
+
 # Note [Ranks without tokens]
 # A rank that received no rows must still produce (zero) gradients for its experts: FSDP starts the reduce-scatter of a
 # unit from the gradients of its parameters, and a rank that has none would leave the others waiting. The output is
@@ -44,7 +57,12 @@ class ModuleExperts:
     Args:
         module: experts module of Transformers' layout; its parameters may be plain or DTensors on ep.
         forward: the forward it had before ours, called as ``forward(rows, local_index [S, 1], weight [S, 1])``.
+
+    Attributes:
+        gradient_divisor: what this view divides gradients by; None where FSDP does it.
     """
+
+    gradient_divisor: int | None = None
 
     def __init__(self, module: nn.Module, forward: Callable[..., Tensor], num_local_experts: int) -> None:
         self.module = module
@@ -54,10 +72,13 @@ class ModuleExperts:
 
     def local_parameters(self) -> dict[str, Tensor]:
         """Parameters of the module itself as local tensors, gradients flowing to the DTensors."""
-        return {
+        local = {
             name: p.to_local() if isinstance(p, DTensor) else p
             for name, p in self.module.named_parameters(recurse=False)
         }
+        if self.gradient_divisor is None:
+            return local
+        return {name: _DivideGradient.apply(weight, self.gradient_divisor) for name, weight in local.items()}
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """``(gate_up [L, 2F, D], down [L, D, F])``; only for plain SwiGLU experts."""

@@ -45,7 +45,7 @@ def _b2(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrap_block(module, mesh, **kwargs):
         blocks.append(owner[id(module)])
-        wrap(owner[id(module)], mesh, **kwargs)
+        wrap(owner[id(module)], mesh, **{**kwargs, "experts": None})  # FSDP divides, as in the reference
 
     def outer_without_blocks(model, mesh, *, ignored, **kwargs):
         inside = {parameter for block in blocks for parameter in block.parameters()}

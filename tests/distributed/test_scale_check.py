@@ -79,7 +79,8 @@ def _exchange_loses_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 FAULTS = {
     "experts_undivided": (_experts_undivided, "expert mesh", set(LAYOUTS)),
     "b1": (_b1_only_real_efsdp_divides, "expert mesh", {"ep4", "ep2_edp2", "edp4"}),
-    "forced_sum": (_forced_sum_always, "expert mesh", {"ep4", "ep2_edp2", "edp4"}),
+    # and ep4 in a bf16 run: there float32 weights on one rank are FSDP's to convert; in a float32 run it has no part
+    "forced_sum": (_forced_sum_always, "expert mesh", {"ep2_edp2", "edp4"}),
     "dense_undivided": (_dense_undivided, "dense mesh", set(LAYOUTS)),
     "exchange": (_exchange_loses_gradient, "expert exchange", {n for n, s in LAYOUTS.items() if s["ep_size"] > 1}),
 }
@@ -119,8 +120,10 @@ def test_passes_on_every_mesh(said):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_caught_on_every_rank(said, fault: str):
+def test_fault_is_caught_on_every_rank(said, fault: str, request: pytest.FixtureRequest):
     _, where, caught_in = FAULTS[fault]
+    if fault == "forced_sum" and request.node.callspec.params["said"]:
+        caught_in = caught_in | {"ep4"}
     for rank in said:
         raised = {layout for layout, message in rank[fault].items() if message}
         assert raised == caught_in
