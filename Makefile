@@ -1,4 +1,5 @@
 # make demo   train a small MoE with expert parallelism on two CPU processes, from nothing
+# make demo-dpo, make demo-reward   the same for preferences: each ends with margin and accuracy on held-out pairs
 # make test   lint + types + import contracts + every test that needs no accelerator
 # make lint   the first three only
 # make matrix the five published layouts on 16 and 8 CPU processes, 100 steps each (make test: 20)
@@ -58,6 +59,14 @@ demo: $(STAMP)
 
 matrix: $(STAMP)
 	MATRIX_STEPS=100 $(BIN)/python -m pytest -s tests/distributed/test_published_matrix.py
+
+demo-dpo demo-reward: export HF_HUB_OFFLINE = 1
+demo-dpo demo-reward: export HF_DATASETS_DISABLE_PROGRESS_BARS = 1
+demo-dpo demo-reward: demo-%: $(STAMP)
+	rm -rf outputs/demo_$*
+	$(BIN)/python demo/make_pairs.py outputs/demo_$*
+	$(LAUNCH) recipes/$*.py --config recipes/demo_$*.yaml
+	$(BIN)/python demo/report_pairs.py $* outputs/demo_$*
 
 clean:
 	rm -rf outputs .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

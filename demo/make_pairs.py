@@ -1,7 +1,8 @@
 """Makes what the preference demos train on and with: pairs of real text, a tokenizer, an untrained model.
 
-The prompt names a topic of the Python language reference; the chosen answer is a passage of that topic's explanation, the
-rejected one a passage of another topic's. Passages of the test pairs are in no training pair.
+The prompt names a topic of the Python language reference, the chosen answer is a passage of its explanation, the
+rejected one the same words in another order: only the order tells them apart, and a small model learns it from nothing
+in two minutes. Passages of the test pairs are in no training pair.
 
     python demo/make_pairs.py outputs/demo_dpo        writes outputs/demo_dpo/{data,base_model}
 """
@@ -13,8 +14,8 @@ from pathlib import Path
 from make_inputs import passages, train_tokenizer, untrained_model, write_data
 
 PASSAGE_CHARS = 250
+NUM_TEST = 96
 PER_TOPIC = 24  # passages of one topic at most: a few topics are ten times longer than the rest
-TIMES = 2  # pairs a chosen passage is in, each with another rejected one
 
 
 def pairs() -> list[dict[str, str]]:
@@ -23,21 +24,21 @@ def pairs() -> list[dict[str, str]]:
     topics: dict[str, list[str]] = {}
     for row in passages(PASSAGE_CHARS):
         topics.setdefault(row["prompt"], []).append(row["completion"])
-    kept = [(prompt, text) for prompt, texts in topics.items() for text in texts[:PER_TOPIC]]
-    draw.shuffle(kept)
-    test, train = kept[:96], kept[96:]
     rows = []
-    for part, times in ((test, 1), (train, TIMES)):
-        for _ in range(times):
-            for prompt, chosen in draw.sample(part, len(part)):
-                rejected = draw.choice([text for other, text in part if other != prompt])
-                rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    for prompt, texts in topics.items():
+        for text in texts[:PER_TOPIC]:
+            words = text.split()
+            shuffled = draw.sample(words, len(words))
+            rows.append(
+                {"prompt": prompt, "chosen": "\n\n" + " ".join(words), "rejected": "\n\n" + " ".join(shuffled)}
+            )
+    draw.shuffle(rows)
     return rows
 
 
 def main(out: Path) -> None:
     rows = pairs()
-    write_data(out / "data", rows, 96)
+    write_data(out / "data", rows, NUM_TEST)
     tokenizer = train_tokenizer(passages())
     tokenizer.save_pretrained(out / "base_model")
     untrained_model(tokenizer).save_pretrained(out / "base_model")

@@ -127,6 +127,16 @@ def same_random_state(device: torch.device) -> Iterator[None]:
             yield
 
 
+def share_random_state() -> None:
+    """All ranks go on with rank 0's CPU random state: it alone has drawn what a checkpoint lacks. Collective.
+
+    Adapters are drawn next: from states that differ, slices of different draws would be put together.
+    """
+    state = [torch.get_rng_state()]
+    torch.distributed.broadcast_object_list(state, src=0)
+    torch.set_rng_state(state[0])
+
+
 def draw_heads_whole(model: nn.Module) -> None:
     """Make Transformers initialise a fresh task head as one process does: every rank draws it whole, keeps its slice.
 

@@ -28,7 +28,13 @@ from hf_fsdpturbo.parallelize.initial_weights import (
     weights_from_rank0,
 )
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
-from hf_fsdpturbo.weights import check_checkpoint_files, check_loading_info, load_sharded, report_fresh_heads
+from hf_fsdpturbo.weights import (
+    check_checkpoint_files,
+    check_loading_info,
+    load_sharded,
+    report_fresh_heads,
+    share_random_state,
+)
 
 if TYPE_CHECKING:
     from hf_fsdpturbo.arguments import FSDPTurboArguments
@@ -136,6 +142,7 @@ def build_model(
     if config.init_params.name == "init_on_rank0":
         plain = partial(build, path, **{**kwargs, "device_map": None})
         whole = load_on_rank0(plain, lambda info: report_fresh_heads(path, check_loading_info(path, info)))
+        share_random_state()
         with weights_from_rank0(whole, config.device):
             model = load_sharded(path, build, shard, device=config.device, **kwargs)
     else:

@@ -36,3 +36,5 @@ class FSDPTurboRewardConfig(FSDPTurboArguments, RewardConfig):
 
 class FSDPTurboRewardTrainer(EvaluateOnce, FSDPTurboTrainerMixin, RewardTrainer):
     """``trl.RewardTrainer`` with experts spread over ranks; a fresh ``score`` head starts as in one process."""
+
+    scalars_are_means = True  # accuracy and margin; token counts are gathered in training only

@@ -23,11 +23,13 @@ class EvaluationRows:
     Args:
         accelerator: whose methods are replaced.
         cp_size: ranks that share a batch, innermost.
+        scalars_are_means: a rank's scalar is the mean of its samples, and so comes once for each of them.
     """
 
-    def __init__(self, accelerator: Accelerator, cp_size: int) -> None:
+    def __init__(self, accelerator: Accelerator, cp_size: int, scalars_are_means: bool = False) -> None:
         self.accelerator = accelerator
         self.cp_size = cp_size
+        self.scalars_are_means = scalars_are_means
         self.gather = accelerator.gather
         self.gather_for_metrics = accelerator.gather_for_metrics
         self.is_cut = False
@@ -83,8 +85,9 @@ class EvaluationRows:
         """Rows of real samples of all data ranks, rank by rank; scalars of ranks that have any."""
         size = self._batch_size()
         if tensor.ndim == 0:
-            scalars = self.gather(tensor)[:: self.cp_size]
-            return scalars[torch.tensor([count > 0 for count in counts], device=scalars.device)]
+            scalars = self.gather(tensor).reshape(-1)[:: self.cp_size]
+            times = torch.tensor(counts, device=scalars.device)
+            return scalars.repeat_interleave(times if self.scalars_are_means else times.clamp(max=1))
         if self.is_cut:
             tensor = self._fill(tensor, size)
         blocks = self.gather(tensor).unflatten(0, (self.accelerator.num_processes, -1))[:: self.cp_size]
@@ -114,8 +117,11 @@ def _only_tensors(data: Any) -> bool:
 class EvaluateOnce:
     """Overrides of the evaluation loop; before the trainer in the bases.
 
-    What TRL averages over ranks without weights (a reward trainer's accuracy and margin) stays so within a last batch.
+    Attributes:
+        scalars_are_means: whether all scalars the trainer gathers while it evaluates are means over samples.
     """
+
+    scalars_are_means = False
 
     accelerator: Any
     parallel_state: Any
@@ -124,7 +130,8 @@ class EvaluateOnce:
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self.parallel_state is None:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
-        with EvaluationRows(self.accelerator, self.parallel_state.topology.cp_size) as rows:
+        cp_size = self.parallel_state.topology.cp_size
+        with EvaluationRows(self.accelerator, cp_size, self.scalars_are_means) as rows:
             self._rows, self.gather_function = rows, self.accelerator.gather_for_metrics
             try:
                 return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]

@@ -13,6 +13,7 @@ pytest.importorskip("peft")
 from tests.support.adapter_runs import (
     adapter_tensors,
     as_peft,
+    in_peft_layout,
     load_and_save,
     lora,
     plain_adapter,
@@ -22,7 +23,7 @@ from tests.support.adapter_runs import (
 )
 from tests.support.compare import TOLERANCE, compare, distance
 from tests.support.preference_runs import Preference, against_one_process, pairs, turbo_ranks
-from tests.support.reference_run import Run
+from tests.support.reference_run import Run, build_trainer, forget_accelerate, whole_parameters
 from tests.support.spawn import RankError, run_ranks
 from tests.support.tiny_models import texts
 
@@ -103,6 +104,32 @@ def test_frozen_weights_have_no_gradient_and_no_optimizer_state(outcome, layout,
     assert all("lora_" in name or "modules_to_save" in name for name in record.trainable)
     assert set(record.with_optimizer_state) == set(record.trainable)
     assert set(record.gradients[0]) == set(record.trainable)
+
+
+def starts(runs: list[Run]) -> list[dict[str, torch.Tensor]]:
+    """Rank function: whole weights each run starts from."""
+    found = []
+    for run in runs:
+        forget_accelerate()
+        found.append(in_peft_layout(whole_parameters(build_trainer(run, turbo=True).model)))
+    return found
+
+
+def test_every_way_of_loading_starts_alike(tiny):
+    """From slices, from rank 0, from whole models; the reward head, which is drawn before the adapter, included."""
+    common = {"peft_config": lora(task_type="SEQ_CLS")}
+    runs = [
+        Run(
+            tiny("qwen3_moe"), data_of("reward"), {}, {**EP2, "init_config": {"name": name}}, "reward",
+            trainer_kwargs=common,
+        )
+        for name in ("init_on_meta", "init_on_rank0", "init_on_default")
+    ]  # fmt: skip
+    first, *others = run_ranks(starts, 2, runs, timeout=120)[0]
+    assert any("modules_to_save" in name for name in first)
+    for other in others:
+        assert set(other) == set(first)
+        assert all(torch.equal(other[name], first[name]) for name in first)
 
 
 # Files

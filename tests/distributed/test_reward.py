@@ -105,9 +105,10 @@ def test_logged_names_and_values_are_stock(tiny):
 
 
 def test_evaluation_counts_each_sample_once(tiny):
-    """Five pairs, two a rank: the last batch has one real pair on rank 0, none on rank 1."""
-    run = Run(tiny("qwen3_moe"), two_columns(8), {}, EP2, "reward", eval_data=two_columns(5, 9))
-    plain = replace(run, args={"per_device_eval_batch_size": 4})
+    """Seven pairs, two a rank: the last batch has 2 and 1 real ones. As one process with batches of four."""
+    args = {"max_length": 128}  # TRL leaves longer pairs out
+    run = Run(tiny("qwen3_moe"), two_columns(8), args, EP2, "reward", eval_data=two_columns(7, 9))
+    plain = replace(run, args={**args, "per_device_eval_batch_size": 4})
     expected = run_plain(evaluated, Preference(plain), False)
     for found in run_ranks(evaluated, 2, Preference(run), True, timeout=90):
         assert set(found) == set(expected)

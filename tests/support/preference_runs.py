@@ -18,7 +18,7 @@ from tests.support.reference_run import (
 )
 from tests.support.tiny_models import texts
 
-TIMES = ("runtime", "per_second", "total_flos")
+TIMES = ("runtime", "per_second", "preparation_time", "total_flos")
 
 
 def pairs(number: int, seed: int = 0) -> dict[str, list[str]]:
