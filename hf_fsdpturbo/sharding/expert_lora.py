@@ -63,7 +63,7 @@ def store_expert_first(module: nn.Module, name: str) -> None:
         ValueError: an adapter on a parameter that is not stacked over experts; names layer and parameter.
     """
     for wrapper in wrapper_chain(module):
-        base = cast(nn.Module, base_module(wrapper)).get_parameter(wrapper.parameter_name)
+        base = base_module(wrapper).get_parameter(wrapper.parameter_name)
         if base.ndim != 3:
             raise ValueError(
                 f"target_parameters: {name}.{wrapper.parameter_name} has shape {tuple(base.shape)}; LoRA under expert "
