@@ -9,10 +9,6 @@ from typing import Any
 
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, KernelParams
 
-# Flipped by the change that brings each of them; until then a setting that needs it is refused by name.
-CONTEXT_PARALLEL_BUILT = True
-OFFLOAD_PARAMS_BUILT = False
-
 # Parts of optimizer names whose state or update has not been proven on sharded tensors.
 _UNPROVEN_OPTIMIZERS = {"8bit": "8-bit", "4bit": "4-bit", "muon": "Muon"}
 _MODEL_KWARGS = {
@@ -94,8 +90,6 @@ def _refuse_parallelism(args: Any) -> None:
 
 
 def _refuse_backend_fields(params: FSDPTurboParams) -> None:
-    if params.offload_params and not OFFLOAD_PARAMS_BUILT:
-        raise _refused("dist_config offload_params", True, "it is not built yet", "Leave it out.")
     if params.ep_backend == "fsdp_turbo":
         return
     for field, unset in (("hook_modules", []), ("fsdp_implementation", "native")):
@@ -114,8 +108,6 @@ def _refuse_double_liger(args: Any, kernels: KernelParams | None) -> None:
 
 
 def _refuse_context_parallel(args: Any) -> None:
-    if not CONTEXT_PARALLEL_BUILT:
-        raise _refused("cp_size", args.cp_size, "context parallelism is not built yet", "Set cp_size to 1.")
     if (strategy := getattr(args, "train_sampling_strategy", "random")) == "batch_rebalance":
         raise _refused(
             "train_sampling_strategy",
@@ -137,6 +129,14 @@ def settle_after_setup(args: Any) -> None:
     for name, what in _MODEL_KWARGS.items():
         if isinstance(kwargs, dict) and kwargs.get(name):
             raise _refused(f"model_init_kwargs {name}", kwargs[name], f"{what} refused", f"Leave {name} out.")
+    params = args.fsdpturbo_params
+    if params.offload_params and params.pin_memory and args.device.type == "cpu":
+        raise _refused(
+            "dist_config pin_memory",
+            True,
+            "pages are pinned for an accelerator, and this run has none",
+            "Set pin_memory to False beside offload_params, or leave offload_params out.",
+        )
     if args.cp_size == 1:
         return
     config = args.accelerator_config

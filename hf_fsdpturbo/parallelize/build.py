@@ -123,7 +123,7 @@ def build_model(
         model = build(path, **{**kwargs, "device_map": None})
         return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     check_gradient_scale(state, fsdp_options(config))
-    adapter = Adapter(peft_config)
+    adapter, device = Adapter(peft_config), _shard_device(config)
     reports: list[ShardingReport] = []
     if config.init_params.name == "init_on_default":
         check_checkpoint_files(path)
@@ -132,7 +132,7 @@ def build_model(
         check_model(model, config, state)
         model, report = adapter.parallelize(model, config, state)
         _place_unsharded(model, config.device)
-        return adapter.finish(_filled(model, config, use_dcp_path), config.device), report
+        return adapter.finish(_filled(model, config, use_dcp_path), device), report
 
     def shard(model: nn.Module) -> nn.Module:
         sharded, report = adapter.parallelize(model, config, state)
@@ -143,11 +143,18 @@ def build_model(
         plain = partial(build, path, **{**kwargs, "device_map": None})
         whole = load_on_rank0(plain, lambda info: report_fresh_heads(path, check_loading_info(path, info)))
         share_random_state()
-        with weights_from_rank0(whole, config.device):
-            model = load_sharded(path, build, shard, device=config.device, **kwargs)
+        with weights_from_rank0(whole, device):
+            model = load_sharded(path, build, shard, device=device, **kwargs)
     else:
-        model = load_sharded(path, build, shard, device=config.device, **kwargs)
-    return adapter.finish(_filled(model, config, use_dcp_path), config.device), reports[0]
+        model = load_sharded(path, build, shard, device=device, **kwargs)
+    if device != config.device:
+        _place_unsharded(model, config.device)
+    return adapter.finish(_filled(model, config, use_dcp_path), device), reports[0]
+
+
+def _shard_device(config: FSDPTurboArguments) -> torch.device:
+    """Where shards live between uses: on the host with ``offload_params``."""
+    return torch.device("cpu") if config.fsdpturbo_params.offload_params else config.device
 
 
 def _filled(model: Any, config: FSDPTurboArguments, use_dcp_path: bool) -> Any:
@@ -167,7 +174,7 @@ def reload_weights(
         fresh = loader(directory)
     else:
         placed = partial(parallelize_model, args=config, state=state)
-        fresh = load_sharded(directory, loader, lambda meta: placed(meta)[0], device=config.device)
+        fresh = load_sharded(directory, loader, lambda meta: placed(meta)[0], device=_shard_device(config))
     copy_shards(model, fresh)
 
 
@@ -207,7 +214,7 @@ def shard_given_model(
     check_gradient_scale(state, fsdp_options(config))
     base, report = adapter.parallelize(base, config, state)
     _place_unsharded(base, config.device)
-    return adapter.finish(_filled(base, config, use_dcp_path), config.device), report
+    return adapter.finish(_filled(base, config, use_dcp_path), _shard_device(config)), report
 
 
 def _place_unsharded(model: nn.Module, device: torch.device) -> None:

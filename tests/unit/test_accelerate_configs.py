@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdpturbo.arguments import FSDPTurboTrainingArguments, mixin, refusals, sizes_for_world
+from hf_fsdpturbo.arguments import FSDPTurboTrainingArguments, mixin, sizes_for_world
 from hf_fsdpturbo.launch_config import read_launch_config
 from hf_fsdpturbo.parallel_state import Topology
 
@@ -59,7 +59,6 @@ def test_accelerate_loads_it(name):
 def test_it_parses_strictly_and_gives_its_layout(name, monkeypatch, tmp_path):
     _, world, shape, dispatcher, kernels, chunk, storage = EXPECTED[name]
     monkeypatch.setenv("FSDPTURBO_ACCELERATE_CONFIG", str(CONFIGS / f"{name}.yaml"))
-    monkeypatch.setattr(refusals, "CONTEXT_PARALLEL_BUILT", True)
     launch = read_launch_config()
     bf16 = launch.mixed_precision == "bf16"
     assert bf16 == (name != "cpu_ep2")
@@ -74,11 +73,3 @@ def test_it_parses_strictly_and_gives_its_layout(name, monkeypatch, tmp_path):
         found = args.kernel_params
         assert (found.name, found.include_kernels, found.chunk_size) == (kernels, BOTH, chunk)
     assert launch.use_cpu == (name == "cpu_ep2")
-
-
-@pytest.mark.parametrize("name", [name for name, row in EXPECTED.items() if row[2][3] > 1])
-def test_context_parallel_layouts_are_refused_until_it_is_built(name, monkeypatch, tmp_path):
-    monkeypatch.setenv("FSDPTURBO_ACCELERATE_CONFIG", str(CONFIGS / f"{name}.yaml"))
-    monkeypatch.setattr(refusals, "CONTEXT_PARALLEL_BUILT", False)
-    with pytest.raises(ValueError, match="cp_size=2"):
-        FSDPTurboTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True, report_to="none")

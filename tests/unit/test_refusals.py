@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_fsdpturbo.arguments import FSDPTurboTrainingArguments, mixin, refusals
+from hf_fsdpturbo.arguments import FSDPTurboTrainingArguments, mixin
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def raises_naming(call, *words):
         ({"torch_compile_backend": "inductor"}, ["torch_compile_backend", "inductor"]),
         ({"torch_compile_mode": "default"}, ["torch_compile_mode", "default"]),
         ({"auto_find_batch_size": True}, ["auto_find_batch_size=True"]),
-        ({"dist_config": {"offload_params": True}}, ["offload_params=True"]),
+        ({"dist_config": {"offload_params": True}}, ["pin_memory=True", "accelerator", "offload_params"]),
         ({"dist_config": {"hook_modules": ["model"]}}, ["hook_modules=['model']", "ep_backend"]),
         ({"dist_config": {"fsdp_implementation": "custom"}}, ["fsdp_implementation='custom'", "ep_backend"]),
         ({"use_liger_kernel": True, "kernel_config": {"name": "auto, liger"}}, ["use_liger_kernel", "kernel_config"]),
@@ -117,19 +117,6 @@ def test_what_is_supported_passes(build):
 # ---- context parallelism ----
 
 
-def test_context_parallelism_is_refused_until_it_is_built(build, monkeypatch):
-    monkeypatch.setattr(refusals, "CONTEXT_PARALLEL_BUILT", False)
-    raises_naming(lambda: build(cp_size=2), "cp_size=2", "not built")
-    monkeypatch.setenv("FSDPTURBO_CP_SIZE", "2")
-    raises_naming(build, "cp_size=2", "not built")
-
-
-@pytest.fixture
-def built(monkeypatch):
-    monkeypatch.setattr(refusals, "CONTEXT_PARALLEL_BUILT", True)
-
-
-@pytest.mark.usefixtures("built")
 def test_context_parallelism_takes_over_batch_dispatch(build):
     assert build(cp_size=2).accelerator_config.dispatch_batches is False
     assert (
@@ -138,7 +125,6 @@ def test_context_parallelism_takes_over_batch_dispatch(build):
     assert build().accelerator_config.dispatch_batches is None
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("name", ["split_batches", "dispatch_batches"])
 def test_context_parallelism_refuses_slicing_by_rank(build, tmp_path, name):
     raises_naming(lambda: build(cp_size=2, accelerator_config={name: True}), f"accelerator_config {name}", "cp_size=2")
@@ -148,7 +134,6 @@ def test_context_parallelism_refuses_slicing_by_rank(build, tmp_path, name):
     assert getattr(build(accelerator_config={name: True}).accelerator_config, name) is True
 
 
-@pytest.mark.usefixtures("built")
 def test_context_parallelism_refuses_batch_rebalance(build):
     raises_naming(
         lambda: build(cp_size=2, train_sampling_strategy="batch_rebalance"),
