@@ -271,6 +271,6 @@ def refuse_second_adapter(policy: Any) -> None:
     """
     raise ValueError(
         f"model is a {type(policy).__name__} and ref_model is None: TRL would add an adapter named 'ref' to the model "
-        "after it is sharded, which PEFT cannot do. Pass the base model's path with peft_config (the reference is then "
-        "the base model), or pass ref_model."
+        "after it is sharded, which PEFT cannot do. Pass the base model's path with peft_config (its base is then the "
+        "reference), or pass ref_model."
     )

@@ -37,18 +37,24 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _odd_dtype_modules(unit: nn.Module, ignored: set[nn.Parameter], done: set[int]) -> list[nn.Module]:
-    """Modules of a unit with another dtype than most of it (routers kept in float32): FSDP wants one dtype a unit."""
-    count: dict[torch.dtype, int] = {}
-    owners: list[tuple[nn.Module, torch.dtype]] = []
+    """Modules of a unit with another dtype than most of it (routers kept in float32): FSDP wants one dtype a unit.
+
+    Trainable and frozen parameters are looked at apart: FSDP reduces trainable ones only, and float32 adapters on a
+    frozen bf16 base belong into the unit of their layer.
+    """
+    count: dict[tuple[bool, torch.dtype], int] = {}
+    owners: list[tuple[nn.Module, tuple[bool, torch.dtype]]] = []
     for module in unit.modules():
         for parameter in module.parameters(recurse=False):
             if parameter not in ignored and id(parameter) not in done:
-                count[parameter.dtype] = count.get(parameter.dtype, 0) + parameter.numel()
-                owners.append((module, parameter.dtype))
-    if len(count) < 2:
-        return []
-    main = max(count, key=lambda dtype: count[dtype])
-    return list(dict.fromkeys(module for module, dtype in owners if dtype != main))
+                kind = (parameter.requires_grad, parameter.dtype)
+                count[kind] = count.get(kind, 0) + parameter.numel()
+                owners.append((module, kind))
+    kept = {
+        max((kind for kind in count if kind[0] is trainable), key=lambda kind: count[kind])
+        for trainable in {kind[0] for kind in count}
+    }
+    return list(dict.fromkeys(module for module, kind in owners if kind not in kept))
 
 
 def outer_fully_shard(

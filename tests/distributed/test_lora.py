@@ -196,6 +196,36 @@ def test_resume_at_the_same_and_another_topology(tiny, tmp_path):
     assert max(distance(start[name], expected[name]) for name in expected) > 1e-2
 
 
+def bf16_run(run: Run) -> dict[str, object]:
+    """Rank function: three steps of float32 adapters on a bf16 base."""
+    forget_accelerate()
+    trainer = build_trainer(run, turbo=True)
+    before = in_peft_layout(whole_parameters(trainer.model))
+    trainer.train()
+    after = in_peft_layout(whole_parameters(trainer.model))
+    return {
+        "units": trainer.sharding_report.dense_units,
+        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+        "before": before,
+        "after": after,
+    }
+
+
+def test_float32_adapters_on_a_bf16_base(tiny):
+    """They live in their layer's unit, train in float32, and follow the float32 run as closely as bf16 allows."""
+    common = {"trainer_kwargs": {"peft_config": lora()}, "gradients": False}
+    path, rows = tiny("qwen3_moe"), data_of("sft")
+    bf16 = Run(path, rows, {"bf16": True}, EP2, "sft", model_kwargs={"dtype": "bfloat16"}, **common)
+    plain = Run(path, rows, {}, EP2, "sft", **common)
+    found, expected = (run_ranks(bf16_run, 2, run, timeout=90)[0] for run in (bf16, plain))
+    assert found["units"] == expected["units"] == 3
+    for name, tensor in found["after"].items():
+        adapter = "lora_" in name
+        assert tensor.dtype == (torch.float32 if adapter else torch.bfloat16), name
+        assert torch.equal(tensor, found["before"][name]) != adapter, name
+    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
+
+
 # Refusals through the trainer
 
 
