@@ -1,0 +1,72 @@
+"""What our DPO, reward and LoRA code leans on in TRL, PEFT and Transformers: a new release fails here, not in a run."""
+
+import inspect
+
+import pytest
+from transformers import PreTrainedModel
+from trl.trainer import dpo_trainer, kto_trainer, reward_trainer, sft_trainer, utils
+
+from hf_fsdpturbo import FSDPTurboDPOTrainer, FSDPTurboRewardTrainer, FSDPTurboSFTTrainer
+from hf_fsdpturbo.parallelize.reference import ONLINE_TRAINERS, trainer_functions_replaced
+
+
+@pytest.mark.parametrize("module", [dpo_trainer, kto_trainer])
+def test_the_reference_is_hashed_through_a_module_global(module):
+    assert module.hash_module is utils.hash_module
+    assert list(inspect.signature(utils.hash_module).parameters) == ["module"]
+
+
+@pytest.mark.parametrize("module", [dpo_trainer, kto_trainer, reward_trainer, sft_trainer])
+def test_adapters_are_made_through_a_module_global(module):
+    peft = pytest.importorskip("peft")
+    assert module.get_peft_model is peft.get_peft_model
+
+
+def test_functions_are_replaced_for_the_length_of_the_context_only():
+    def ours(*args, **kwargs):
+        raise AssertionError
+
+    own = dpo_trainer.hash_module, dpo_trainer.get_peft_model, reward_trainer.get_peft_model
+    with trainer_functions_replaced(FSDPTurboDPOTrainer, hash_module=ours, get_peft_model=ours):
+        assert dpo_trainer.hash_module is ours
+        assert dpo_trainer.get_peft_model is ours
+        assert reward_trainer.get_peft_model is own[2]
+    assert (dpo_trainer.hash_module, dpo_trainer.get_peft_model, reward_trainer.get_peft_model) == own
+    with trainer_functions_replaced(FSDPTurboRewardTrainer, hash_module=ours):
+        assert not hasattr(reward_trainer, "hash_module")
+
+
+def test_trainers_that_are_refused_exist_under_their_names():
+    import trl
+
+    assert all(hasattr(trl, name) for name in ONLINE_TRAINERS)
+
+
+@pytest.mark.parametrize("trainer", [FSDPTurboDPOTrainer, FSDPTurboRewardTrainer, FSDPTurboSFTTrainer])
+def test_our_overrides_come_first(trainer):
+    names = [cls.__name__ for cls in trainer.__mro__]
+    assert names.index("EvaluateOnce") < names.index("FSDPTurboTrainerMixin") < names.index("Trainer")
+
+
+def test_evaluation_hooks_have_the_arguments_we_pass():
+    from transformers import Trainer
+
+    step = list(inspect.signature(Trainer.prediction_step).parameters)
+    assert step == ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"]
+    assert "self.gather_function(losses.repeat(batch_size))" in inspect.getsource(Trainer.evaluation_loop)
+
+
+def test_a_missing_head_is_drawn_through_the_instance():
+    assert "self._init_weights(module)" in inspect.getsource(PreTrainedModel._initialize_weights)
+
+
+def test_peft_keeps_what_expert_lora_reads():
+    pytest.importorskip("peft")
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+    from peft.tuners.tuners_utils import BaseTuner
+
+    assert list(inspect.signature(LoraLayer.reset_lora_parameters).parameters) == [
+        "self", "adapter_name", "init_lora_weights",
+    ]  # fmt: skip
+    assert "baddbmm" in inspect.getsource(inspect.getmodule(ParamWrapper))
+    assert "self.model(*args" in inspect.getsource(BaseTuner.forward), "calls must pass through FSDP's root hooks"
