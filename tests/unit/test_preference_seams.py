@@ -1,4 +1,4 @@
-"""What our DPO, reward and LoRA code leans on in TRL, PEFT and Transformers: a new release fails here, not in a run."""
+"""What our DPO, reward and LoRA code leans on in TRL, PEFT and Transformers: a new release fails here, not later."""
 
 import inspect
 
