@@ -24,8 +24,8 @@ EXPECTED = {
     ),
     "npu_ep8": ("MULTI_NPU", 8, (1, 1, 8, 1), "eager", None, None, "bfloat16"),
     "cpu_ep2": ("MULTI_GPU", 2, (1, 1, 2, 1), "eager", None, None, "auto"),
-    "cuda_ep2": ("MULTI_GPU", 2, (1, 1, 2, 1), "eager", None, None, "auto"),
-    "cuda_ep8": ("MULTI_GPU", 8, (1, 1, 8, 1), "eager", None, None, "auto"),
+    "cuda_ep2": ("MULTI_GPU", 2, (1, 1, 2, 1), "fused", None, None, "auto"),
+    "cuda_ep8": ("MULTI_GPU", 8, (1, 1, 8, 1), "fused", None, None, "auto"),
 }  # fmt: skip
 
 
