@@ -24,6 +24,7 @@ from hf_fsdpturbo import compat, grad_norm
 from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, sizes_for_world
 from hf_fsdpturbo.checkpoint.adapters import is_peft
 from hf_fsdpturbo.checkpoint.hooks import CheckpointHooks
+from hf_fsdpturbo.checkpoint.hub import reshard
 from hf_fsdpturbo.context_parallel.hooks import ContextParallelHooks
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize import ShardingReport
@@ -111,6 +112,7 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
     def _finish_set_up(self, config: FSDPTurboArguments) -> None:
         """Warm up communicators and print one summary on rank 0."""
         if self.parallel_state is not None:
+            reshard(self.model)  # log-probabilities computed ahead have left the root whole
             grad_norm.warm_up(self.model)
         if config.process_index == 0:
             trainable = [p for p in self.model.parameters() if p.requires_grad]
