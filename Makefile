@@ -43,7 +43,13 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
+# An installed Triton (CUDA wheels of torch bring one) stays as it is.
+.venv/.triton: requirements/triton-interpreter.txt $(STAMP)
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("triton") is None)' \
+	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+test: lint .venv/.triton
 	$(BIN)/python -m pytest tests
 
 # Everything the demo needs is made on the spot, so nothing may ask the Hub.

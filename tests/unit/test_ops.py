@@ -247,8 +247,9 @@ def test_scale(ops, dtype):
     factor = torch.tensor(0.3)
     want = [(v.double() * factor.double()).to(dtype) for v in values]
     ops.scale_(values, factor)
+    bf16 = 2**-7 if INTERPRETED else 0  # the interpreter cuts float32 off to bf16 where devices round
     for got, wanted in zip(values, want, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-6 if dtype != torch.bfloat16 else 0, atol=0)
+        torch.testing.assert_close(got, wanted, rtol=1e-6 if dtype != torch.bfloat16 else bf16, atol=0)
 
 
 def test_unknown_device_is_named():

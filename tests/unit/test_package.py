@@ -9,6 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "hf_fsdpturbo"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+# Children of the doctor import what may be broken in any way, and report it: the one place for a broad except.
+BROAD_EXCEPT = {"doctor/probes.py": 1}
 LATE = ("trl", "fla", "fsdp_turbo", "triton", "torch_npu", "torch", "transformers")
 
 
@@ -83,7 +85,8 @@ def test_house_rules(path: Path):
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")))
     ]
-    assert not broad, f"except Exception on lines {broad}"
+    allowed = BROAD_EXCEPT.get(path.relative_to(PACKAGE).as_posix(), 0)
+    assert len(broad) <= allowed, f"except Exception on lines {broad}"
 
 
 FORBIDDEN = ["import os\nos.environ['A']", "from os import environ", "torch.cuda.init()", "import torch.npu"]
