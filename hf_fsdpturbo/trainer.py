@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, set_seed
 from transformers.trainer_utils import enable_full_determinism
 
@@ -24,13 +23,14 @@ from hf_fsdpturbo import compat, grad_norm
 from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, sizes_for_world
 from hf_fsdpturbo.checkpoint.adapters import is_peft
 from hf_fsdpturbo.checkpoint.hooks import CheckpointHooks
-from hf_fsdpturbo.checkpoint.hub import reshard
 from hf_fsdpturbo.context_parallel.hooks import ContextParallelHooks
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize import ShardingReport
-from hf_fsdpturbo.parallelize.build import build_model, refuse_model, reload_weights, shard_given_model
+from hf_fsdpturbo.parallelize.build import build_model, reload_weights, shard_given_model
 from hf_fsdpturbo.parallelize.merged_export import export_merged
 from hf_fsdpturbo.parallelize.reference import add_reference, hash_shards, trainer_functions_replaced
+from hf_fsdpturbo.parallelize.refusals import aux_loss_warning, refuse_images, refuse_model
+from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
 
 class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
@@ -118,6 +118,7 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
             trainable = [p for p in self.model.parameters() if p.requires_grad]
             in_bf16 = bool(trainable) and any(p.dtype == torch.bfloat16 for p in trainable)
             lines = [describe_sources(config), self.sharding_report, bf16_storage_warning(config, in_bf16)]
+            lines.append(aux_loss_warning(type(self), self.model, config))
             print("\n".join(str(line) for line in lines if line), flush=True)
 
     # Hooks of transformers.Trainer. Each is called by the unchanged training loop.
@@ -156,20 +157,8 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Optimizer over sharded parameters."""
         self._gradient_groups = None
-        self._reshard()
+        reshard(self.model)
         return super().create_optimizer() if model is None else super().create_optimizer(model)  # type: ignore[misc]
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward without backward leaves the root whole: reshard, so that parameters are shards again."""
-        try:
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._reshard()
-
-    def _reshard(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train with everything that exists now kept out of Python's garbage collection.
@@ -182,6 +171,11 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
             return super().train(*args, **kwargs)
         finally:
             gc.unfreeze()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Refuse image batches: a rank without images would not join the others in its vision tower."""
+        refuse_images(inputs, self.parallel_state)
+        return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if self.parallel_state is None:

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from hf_fsdpturbo.checkpoint.boxes import local_box, local_tensor
 from hf_fsdpturbo.checkpoint.commit import read_json
-from hf_fsdpturbo.checkpoint.hub import reshard
 from hf_fsdpturbo.sharding.expert_lora import expert_factors, to_expert_first, to_peft
+from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SCALING_FIELDS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from hf_fsdpturbo.checkpoint.agreement import FAILURES, agree, together, world_size
 from hf_fsdpturbo.checkpoint.commit import read_json, write_json
-from hf_fsdpturbo.checkpoint.hub import reshard
+from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
 DCP_DIR = "dcp"
 OPTIMIZER_JSON = "optimizer.json"

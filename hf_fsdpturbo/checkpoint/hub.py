@@ -15,7 +15,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -24,6 +23,7 @@ from hf_fsdpturbo.checkpoint.boxes import RankTensors
 from hf_fsdpturbo.checkpoint.commit import wait_visible
 from hf_fsdpturbo.checkpoint.hub_plan import File, Job, Output, assign_writers, lay_out, make_jobs
 from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec
+from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
 CHUNK_BYTES = 64 * 2**20
 STAGING = "_saving-model"
@@ -49,13 +49,6 @@ class TensorSource(Protocol):
     def owner_of_rows(self, name: str, start: int, stop: int) -> list[int]:
         """Ranks that hold all of them."""
         ...
-
-
-def reshard(model: torch.nn.Module) -> None:
-    """Drop unsharded parameters that an evaluation left behind: after this, parameters are shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

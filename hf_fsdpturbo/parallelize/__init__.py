@@ -28,7 +28,7 @@ from hf_fsdpturbo.parallelize.routed_experts import expert_options, route_expert
 from hf_fsdpturbo.sharding import upstream
 from hf_fsdpturbo.sharding.expert_fsdp import check_expert_shards
 from hf_fsdpturbo.sharding.expert_parallel import check_experts
-from hf_fsdpturbo.sharding.outer_fsdp import check_ownership, outer_fully_shard
+from hf_fsdpturbo.sharding.outer_fsdp import check_ownership, outer_fully_shard, reshard_without_backward
 from hf_fsdpturbo.weights import FRESH_HEADS
 
 if TYPE_CHECKING:
@@ -152,7 +152,9 @@ def parallelize_model(
     units = outer_fully_shard(model, state.dense_mesh, ignored=ignored | free, options=options, root_options=root)
     report.dense_units = len(units)
     check_ownership(model, free | unmanaged)
+    model.register_forward_hook(reshard_without_backward)
     model._is_accelerate_prepared = True  # accelerate then passes it through untouched: no DDP, no autocast, no .to()
+    model._is_fsdp_managed_module = True  # generate() then keeps all ranks in step until the last one is done
     return model, report
 
 

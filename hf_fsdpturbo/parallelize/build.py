@@ -42,31 +42,6 @@ if TYPE_CHECKING:
 STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def refuse_model(given: dict[str, Any]) -> None:
-    """Refuse trainer arguments that build or change the model past our loader (spec section 14).
-
-    Args:
-        given: the trainer's bound arguments by name.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    for name, reason in {
-        "model_init": "it rebuilds the model for each trial, past the sharded loader",
-        "quantization_config": "quantised weights cannot be sharded by expert",
-    }.items():
-        if given.get(name) is not None:
-            raise ValueError(f"{name} is not supported: {reason}. Leave {name} out.")
-    model = given.get("model")
-    config = getattr(model, "config", None)
-    if getattr(config, "distributed_config", None) is not None or getattr(model, "_device_mesh", None) is not None:
-        raise ValueError(
-            "model was loaded with its own distributed_config, but sharding is done by hf_fsdpturbo. Load it without."
-        )
-    if getattr(config, "quantization_config", None) is not None or getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError("model is quantised, which is not supported: load it unquantised.")
-
-
 def _from_pretrained(
     trainer_class: type, config: FSDPTurboArguments, defaults: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from hf_fsdpturbo.checkpoint.agreement import rank, together
 from hf_fsdpturbo.checkpoint.boxes import RankTensors, local_box, local_tensor
 from hf_fsdpturbo.checkpoint.commit import wait_visible
-from hf_fsdpturbo.checkpoint.hub import export_tensors, reshard, saved_tensors
+from hf_fsdpturbo.checkpoint.hub import export_tensors, saved_tensors
 from hf_fsdpturbo.parallelize.adapters import hide, layers_inside, wrappers
 from hf_fsdpturbo.sharding.expert_lora import FACTORS, is_param_wrapper, merged_weight
+from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
 
 def export_merged(peft_model: Any, directory: str, max_file_bytes: int, tokenizer: Any = None) -> list[str]:

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.arguments import FSDPTurboArguments
 from hf_fsdpturbo.checkpoint.adapters import is_peft
-from hf_fsdpturbo.checkpoint.hub import reshard
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.adapters import refuse_second_adapter
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
+from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
 ONLINE_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 """TRL's trainers that build models inside their own ``__init__`` and generate; refused until that is built."""
@@ -71,8 +71,6 @@ def add_reference(
         )
     elif isinstance(reference, nn.Module):
         reference, _ = shard_given_model(reference, config, state, use_dcp_path=False)
-    if state is not None:
-        reference.register_forward_hook(_reshard_after)
     given["ref_model"] = reference
 
 
@@ -86,11 +84,6 @@ def _as_policy(policy: Any) -> dict[str, Any]:
     if isinstance(policy, nn.Module):
         return {"dtype": policy.dtype, "attn_implementation": policy.config._attn_implementation}  # type: ignore[union-attr]
     return {}
-
-
-def _reshard_after(module: nn.Module, args: Any, output: Any) -> None:
-    """No backward will free what a reference gathered: embedding and head would stay whole, sync_ref_model fail."""
-    reshard(module)
 
 
 def hash_shards(module: nn.Module) -> str:

@@ -100,6 +100,19 @@ def _wrap_in_own_dtype(
     fully_shard(module, mesh=mesh, ignored_params=ignored, **own)
 
 
+def reshard(model: nn.Module) -> None:
+    """Drop what forwards without a backward have gathered: after this, parameters are shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def reshard_without_backward(model: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook of the root: evaluation, generation and references leave no unit whole behind."""
+    if not torch.is_grad_enabled():
+        reshard(model)
+
+
 def check_ownership(model: nn.Module, free: set[nn.Parameter]) -> None:
     """Every parameter is managed by exactly one FSDP unit, or is one of ``free``.
 

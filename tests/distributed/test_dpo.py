@@ -188,10 +188,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def attempt(job: Preference, fault: str) -> str:
     """Rank function: the error of a run with a fault put back."""
-    from hf_fsdpturbo.parallelize import reference
+    import hf_fsdpturbo.parallelize as parallelize
 
     nothing = {
-        "unsharded after forward": ("_reshard_after", lambda module, args, output: None),
+        "unsharded after forward": ("reshard_without_backward", lambda module, args, output: None),
         "stock hash": ("hash_shards", None),
     }
     name, value = nothing[fault]
@@ -202,7 +202,7 @@ def attempt(job: Preference, fault: str) -> str:
 
         with replaced(trainer, name, hash_module):
             return _error(job)
-    with replaced(reference, name, value):
+    with replaced(parallelize, name, value):
         return _error(job)
 
 

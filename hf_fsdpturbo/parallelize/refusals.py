@@ -1,0 +1,72 @@
+"""What a trainer cannot take, seen only once the model or a batch is there: refused by name, or warned about once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+
+IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "image_sizes")
+
+
+def refuse_model(given: dict[str, Any]) -> None:
+    """Refuse trainer arguments that build or change the model past our loader (spec section 14).
+
+    Args:
+        given: the trainer's bound arguments by name.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, reason in {
+        "model_init": "it rebuilds the model for each trial, past the sharded loader",
+        "quantization_config": "quantised weights cannot be sharded by expert",
+    }.items():
+        if given.get(name) is not None:
+            raise ValueError(f"{name} is not supported: {reason}. Leave {name} out.")
+    model = given.get("model")
+    config = getattr(model, "config", None)
+    if getattr(config, "distributed_config", None) is not None or getattr(model, "_device_mesh", None) is not None:
+        raise ValueError(
+            "model was loaded with its own distributed_config, but sharding is done by hf_fsdpturbo. Load it without."
+        )
+    if getattr(config, "quantization_config", None) is not None or getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("model is quantised, which is not supported: load it unquantised.")
+
+
+def refuse_images(inputs: Any, state: FSDPTurboParallelState | None) -> None:
+    """Refuse batches with images in runs of several processes.
+
+    A rank whose batch has none would skip the vision tower, and the ranks that gather its weights would wait for it.
+
+    Raises:
+        ValueError: naming the keys.
+    """
+    if state is None or not isinstance(inputs, Mapping):
+        return
+    found = [key for key in IMAGE_KEYS if inputs.get(key) is not None]
+    if found:
+        raise ValueError(
+            f"The batch has images ({found}), which are not supported with sharded vision towers yet. Train on text, "
+            "or in one process."
+        )
+
+
+def aux_loss_warning(trainer_class: type, model: Any, config: Any) -> str | None:
+    """One line where Transformers scales the router aux loss wrongly (transformers#48690), else None.
+
+    Its Trainer multiplies the model's loss, aux loss included, by the number of processes, and leaves out the division
+    by accumulation steps. TRL adds the aux loss itself, rightly. Goes when the issue is closed.
+    """
+    from_trl = any(c.__module__.startswith("trl.") for c in trainer_class.__mro__)
+    text = model.config.get_text_config() if hasattr(model, "config") else None
+    if from_trl or not getattr(text, "output_router_logits", False):
+        return None
+    times = config.world_size * getattr(config, "gradient_accumulation_steps", 1)
+    if times == 1:
+        return None
+    return (
+        f"[hf_fsdpturbo] output_router_logits: transformers.Trainer counts the router aux loss {times} times "
+        "(processes x accumulation steps, transformers#48690). Kept as upstream has it; TRL's trainers count it once."
+    )
