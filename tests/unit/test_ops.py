@@ -8,10 +8,15 @@ import sys
 import pytest
 import torch
 
+from hf_fsdpturbo import compat
 from hf_fsdpturbo.ops import OPS, get_ops
 from hf_fsdpturbo.ops.expert_mlp import SlotMap, expert_mlp
 from hf_fsdpturbo.ops.functional import grouped_matmul, permute, swiglu, unpermute
 from tests.support import npu_stand_in
+
+needs_grouped_mm = pytest.mark.skipif(
+    not compat.has_cpu_grouped_mm(), reason=f"torch {torch.__version__} has no grouped_mm on CPU (2.9 has)"
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # "cuda" is the Triton file, on CPU tensors; "npu" runs over a stand-in for torch_npu.
@@ -159,6 +164,7 @@ def run_block(
     return [(out, want)] + [(a.grad, b.grad) for a, b in zip(ours, exact, strict=True)]
 
 
+@needs_grouped_mm
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
 @pytest.mark.parametrize(("rows", "top_k", "num_experts"), [(41, 2, 5), (30, 4, 4), (3, 17, 18)])
@@ -168,18 +174,21 @@ def test_expert_mlp(ops, rows, top_k, num_experts, dtype, tolerance, strided):
         assert relative(got, want) < tolerance
 
 
+@needs_grouped_mm
 def test_expert_mlp_wide(ops):
     """More columns than one tile of the SwiGLU kernels, and a hidden size that fills no power of two."""
     for got, want in run_block(ops, 12, 2, 4, torch.float32, hidden=40, ffn=300):
         assert relative(got, want) < 2e-6
 
 
+@needs_grouped_mm
 def test_expert_mlp_full_map(ops):
     """Every pair of every row is here: a group of one."""
     for got, want in run_block(ops, 23, 3, 6, torch.float32, hole=False):
         assert relative(got, want) < 2e-6
 
 
+@needs_grouped_mm
 def test_expert_mlp_without_rows(ops):
     """No rows at all: the experts' gradients are zeros, not None."""
     (out, _), *grads = run_block(ops, 0, 2, 4, torch.float32)
@@ -189,6 +198,7 @@ def test_expert_mlp_without_rows(ops):
         assert got.abs().max() == 0
 
 
+@needs_grouped_mm
 @pytest.mark.parametrize("need", [(True, True, False, False), (False, False, True, True), (False, True, False, True)])
 def test_frozen_parts(ops, need):
     results = run_block(ops, 20, 2, 4, torch.float32, need=need)
@@ -198,6 +208,7 @@ def test_frozen_parts(ops, need):
             assert relative(got, want) < 2e-6
 
 
+@needs_grouped_mm
 def test_parts_with_gradients_make_the_block(ops):
     """permute, grouped matmul, SwiGLU x weight and unpermute, one by one, equal the block and its gradients."""
     torch.manual_seed(0)
@@ -226,6 +237,7 @@ def test_parts_with_gradients_make_the_block(ops):
             assert relative(a, b) < 2e-6
 
 
+@needs_grouped_mm
 def test_a_wrong_weight_gradient_would_be_seen(ops, monkeypatch):
     """The fault put back: a routing-weight gradient that forgets the activation's up half."""
     right = ops.swiglu_backward
