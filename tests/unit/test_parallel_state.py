@@ -130,7 +130,7 @@ def test_meshes_of_sixteen_ranks(fake_world):
 
 
 @pytest.mark.skipif(
-    not compat.has_mesh_concatenate(), reason="edp_size with cp_size needs torch 2.10: refused by name before (compat.py)"
+    not compat.has_mesh_concatenate(), reason="edp_size with cp_size needs torch 2.10 (compat.py refuses it)"
 )
 def test_meshes_with_every_axis(fake_world):
     """World 16, cp 2, ep 2, efsdp 2, edp 2, two replicas: shard axis over efsdp and cp, replicate axis before it."""
