@@ -5,10 +5,12 @@ Nothing here imports torch: versions are read from package metadata, so that imp
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.metadata
 import importlib.util
 import sys
+import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -192,3 +194,21 @@ def refuse_broken_torch(world_size: int, backend: str, cp_size: int, ep_size: in
             f"edp_size={edp_size} (dp / (ep * efsdp)) with cp_size={cp_size} cannot build its mesh on torch "
             f"{version}. Install torch>=2.10, or leave efsdp_size out so that edp is 1."
         )
+
+
+# Note [Leaving gloo]
+# A worker thread of a gloo group may hold the last reference to a tensor of a collective that is already over, and
+# needs the interpreter's lock to drop it. A process that goes from its last collective straight to its end shuts the
+# interpreter down first; Python then ends the waiting thread inside a C++ destructor, and C++ answers with abort():
+# "terminate called without an active exception", exit code -6, after the model was saved. Destroying the group does
+# not help while a mesh or an FSDP unit still holds it. Sleeping gives the lock away; the workers need microseconds.
+GLOO_LAST_WORDS = 0.2  # seconds
+
+
+@cache
+def let_gloo_finish_at_exit() -> None:
+    """At this process's exit, let gloo's worker threads drop their last tensors: see Note [Leaving gloo].
+
+    Goes when torch joins or drains these threads at exit by itself (pytorch#179291, not there in 2.13).
+    """
+    atexit.register(time.sleep, GLOO_LAST_WORDS)

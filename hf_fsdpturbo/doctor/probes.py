@@ -130,6 +130,9 @@ def probe_exchange(backend: str, rank: str, store: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from hf_fsdpturbo import compat
+
+    compat.let_gloo_finish_at_exit()
     start, me = time.perf_counter(), int(rank)
     device = torch.device("cpu")
     if backend != "gloo":

@@ -1,7 +1,9 @@
 """Version floors, optional packages, and that what is said about the installed torch is true of it."""
 
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from packaging.version import Version
@@ -9,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from hf_fsdpturbo import compat
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def on_torch(monkeypatch, major, minor):
@@ -124,3 +128,15 @@ def test_a_missing_optional_package_names_setting_and_command(monkeypatch, modul
             compat.require(module, "kernel_config name 'x'")
     monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
     compat.require(module, "kernel_config name 'x'")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="slows gloo's threads through Linux scheduling")
+def test_a_process_that_ends_right_after_a_collective_does_not_abort():
+    def ended_well(*arguments: str) -> int:
+        command = [sys.executable, "-m", "tests.support.gloo_exit", *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=REPOSITORY)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        return int(ran.stdout.split()[-1])
+
+    assert ended_well("4") < 8, "torch no longer aborts here: let_gloo_finish_at_exit may go"
+    assert ended_well("4", "finish") == 8
