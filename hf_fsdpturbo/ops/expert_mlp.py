@@ -1,16 +1,14 @@
 """The expert block, forward and backward in one piece, keeping only the rows, one GEMM output and small maps.
 
 R rows, K copies of a row at most, S slots sorted by expert, L local experts, D hidden, F ffn. Forward, for slot s of
-row r
-with weight w (`y_e(x) = down_e (silu(gate_e x) * up_e x)`, weighted before `down`, which is linear):
+row r with weight w (`y_e(x) = down_e (silu(gate_e x) * up_e x)`, weighted before `down`, which is linear):
 
     rows [R, D] --scatter--> [S, D] --gate_up--> h [S, 2F] --silu(g) u w--> [S, F] --down--> [S, D] --sum of slots-->
     [R, D]
     saved: rows                                  h                    w
 
 Backward scatters rows and gradients again and computes the activation again beside its gradient: two memory-bound
-copies
-instead of S (D + F) elements kept from forward to backward.
+copies instead of S (D + F) elements kept from forward to backward.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ from hf_fsdpturbo.ops.torch import accumulation_dtype
 
 @dataclass(frozen=True)
 class SlotMap:
-    """Where the copies of each row stand and where experts end: ``slots_RK``, ``offsets_L`` int32, ``num_slots`` =
-    S."""
+    """Where the copies of each row stand and where experts end: ``slots_RK``, ``offsets_L`` int32, ``num_slots`` S."""
 
     slots_RK: Tensor
     offsets_L: Tensor
@@ -69,8 +66,7 @@ def mlp_backward(
     out_weights_RK: Tensor | None,
     rows_done: Callable[[], None] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of ``(gate_up, down)``, each None unless needed; those of rows and routing weights are written to
-    ``out_*``.
+    """Gradients of ``(gate_up, down)``, each None unless needed; those of rows and routing weights go to ``out_*``.
 
     ``saved`` is ``(rows_RD, hidden_SF, weights_S, gate_up, down)``. A rank without slots gives zeros. ``rows_done`` is
     called once ``out_*`` are written, before the last weight gradient: an exchange can start there.

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from hf_fsdpturbo.sharding.gradient_copy import copy_large_gradients_by_chunk
+
 # Note [What stays in the root unit]
 # Embedding, final norm and lm_head stay in the root: TRL's fused LM head reads lm_head.weight directly, and as a unit
 # of its own its gradient would never be reduced (98 % off, silently).
@@ -74,6 +76,7 @@ def outer_fully_shard(
         options: arguments of ``fully_shard`` (policies, reshard_after_forward).
         root_options: what the root has otherwise.
     """
+    copy_large_gradients_by_chunk()
     names = {id(module): name for name, module in model.named_modules()}
     wrapped: list[str] = []
     done: set[int] = set()

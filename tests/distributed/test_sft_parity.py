@@ -9,6 +9,7 @@ import math
 
 import pytest
 
+from hf_fsdpturbo.sharding import gradient_copy
 from tests.support.compare import compare
 from tests.support.reference_run import Run, sharded_and_reference
 from tests.support.spawn import RankError
@@ -63,6 +64,7 @@ RUNS: dict[str, dict[str, tuple[str, dict, dict]]] = {
         # one expert a rank, cut over two: input dims are sharded, and a bias shard is empty
         "gpt_oss_one_expert": ("gpt_oss", RECOMPUTE, {"num_experts": 2}),
         "one_expert": ("qwen3_moe", ACCUMULATE, {"num_experts": 2, "top_k": 1}),
+        "copied_by_chunk": ("qwen3_moe", ACCUMULATE, {}),
     },
     "ep2_edp2": {
         "accumulation": ("qwen3_moe", ACCUMULATE, {}),
@@ -79,6 +81,27 @@ RUNS: dict[str, dict[str, tuple[str, dict, dict]]] = {
     },
 }
 MORE_TURBO = {"kept_whole": {"dist_config": {"reshard_after_forward": False}}}
+
+
+def count_chunk_copies(trainer) -> None:
+    """Let every unit take the copies that only large ones take, and count them."""
+    trainer.chunk_copies = 0
+    original, trainer.large_copy = gradient_copy.copy_in_by_chunk, gradient_copy.LARGE_COPY
+
+    def counted(*args) -> None:
+        trainer.chunk_copies += 1
+        original(*args)
+
+    gradient_copy.copy_in_by_chunk, gradient_copy.LARGE_COPY = counted, 0
+    trainer.uncounted = original
+
+
+def chunk_copies(trainer) -> int:
+    gradient_copy.copy_in_by_chunk, gradient_copy.LARGE_COPY = trainer.uncounted, trainer.large_copy
+    return trainer.chunk_copies
+
+
+MORE_RUN = {"copied_by_chunk": {"before_train": count_chunk_copies, "after_train": chunk_copies}}
 CASES = [(layout, name) for layout, runs in RUNS.items() for name in runs]
 
 
@@ -101,7 +124,9 @@ def outcome(tiny):
         world_size, turbo = LAYOUTS[layout]
         data = {"text": texts(48)}
         runs = {
-            name: Run(tiny(kind, **config), data, args, {**turbo, **MORE_TURBO.get(name, {})})
+            name: Run(
+                tiny(kind, **config), data, args, {**turbo, **MORE_TURBO.get(name, {})}, **MORE_RUN.get(name, {})
+            )
             for name, (kind, args, config) in RUNS[layout].items()
         }
         linear = {name for name, (kind, _, _) in RUNS[layout].items() if kind == "qwen3_5_moe"}
@@ -144,3 +169,9 @@ def test_logged_metrics_equal_one_process(outcome, layout: str, run: str):
     for key in ("num_tokens", "aux_loss"):
         mine = [log[key] for log in record.log_history if key in log]
         assert mine == pytest.approx([log[key] for log in reference.log_history if key in log], rel=1e-5), key
+
+
+def test_every_unit_was_copied_by_chunk(outcome):
+    """Not vacuous: each micro-batch reduces two layers, their experts and the root, all of them by copies."""
+    record, _, _ = outcome("ep2_efsdp2")["copied_by_chunk"]
+    assert record.extra["after"] >= 3 * 2 * 5
