@@ -13,6 +13,7 @@ from hf_fsdpturbo.kernels.rebinding import CONV, RULE, linear_attention_layers, 
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # Transformers' registry, read by every attention that can be replaced
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+RANDOM_ROUTERS = ("phimoe",)  # draw while they train, whatever their settings: sparsemixer
 STRETCHED_ROPE = ("dynamic", "longrope")  # their frequencies depend on the longest position seen: a slice sees another
 
 
@@ -75,6 +76,16 @@ def _check_config(config: Any, size: int) -> None:
             "ranks would draw other masks than one process",
             "Set attention_dropout to 0, or cp_size=1.",
         )
+    if (kind := getattr(config, "model_type", None)) in RANDOM_ROUTERS:
+        raise _refused(size, f"model_type={kind!r}", "its router draws random numbers, others on a slice")
+    for field in ("router_jitter_noise", "input_jitter_noise"):
+        if (noise := getattr(config, field, 0.0) or 0.0) > 0:
+            raise _refused(
+                size,
+                f"{field}={noise}",
+                "a router that draws random numbers would draw others on a slice",
+                f"Set {field} to 0, or cp_size=1.",
+            )
     if getattr(config, "is_causal", True) is False:
         raise _refused(size, "is_causal=False", "only causal attention is cut exactly")
     for rope in _rope_types(getattr(config, "rope_parameters", None)):
@@ -123,8 +134,30 @@ def _check_attention(module: nn.Module, name: str, size: int) -> None:
         raise _refused(size, name, f"{type(module).__name__} does not pass keywords on to its attention function")
     if any(hasattr(module, part) for part in ("indexer", "compressor")):
         raise _refused(size, name, f"{type(module).__name__} selects keys itself")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and _slides(module, config) and not _names_its_window(module):
+        raise _refused(
+            size,
+            f"sliding_window={window} ({name})",
+            f"{type(module).__name__} leaves its window to a mask, which is not there for a slice",
+            "Set sliding_window to None, or cp_size=1.",
+        )
     if requested_attention(config) == "eager" and EAGER not in inspect.unwrap(type(module).forward).__globals__:
         raise _refused(size, f"attn_implementation='eager' ({name})", "its file has no eager_attention_forward")
+
+
+def _slides(module: nn.Module, config: Any) -> bool:
+    """Whether the layer has a window: by its entry in ``layer_types``, or because the file makes such masks."""
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and isinstance(index, int) and index < len(kinds):
+        return kinds[index] == "sliding_attention"
+    return "create_sliding_window_causal_mask" in inspect.unwrap(type(module).forward).__globals__
+
+
+def _names_its_window(module: nn.Module) -> bool:
+    """Whether the forward passes ``sliding_window=`` on to its attention function."""
+    code = inspect.unwrap(type(module).forward).__code__
+    return any(isinstance(names, tuple) and "sliding_window" in names for names in code.co_consts)
 
 
 def _check_linear(module: nn.Module, name: str, size: int) -> None:

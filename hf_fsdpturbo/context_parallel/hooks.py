@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from hf_fsdpturbo.context_parallel.sharded_head import install_sharded_head
 
@@ -33,11 +35,12 @@ class GatherOnce:
         if use_gather_object or not _only_tensors(input_data):
             mine = self.accelerator.process_index % self.cp_size == 0
             return self.gather_for_metrics(input_data if mine else [], use_gather_object=True)
+        before = self.accelerator.gather  # an evaluation in progress may have put its own there
         self.accelerator.gather = self._gather  # type: ignore[method-assign]
         try:
             return self.gather_for_metrics(input_data)
         finally:
-            self.accelerator.gather = self.gather  # type: ignore[method-assign]
+            self.accelerator.gather = before  # type: ignore[method-assign]
 
     def _gather(self, data: Any) -> Any:
         from accelerate.utils import recursively_apply
@@ -56,6 +59,25 @@ def _only_tensors(data: Any) -> bool:
     if isinstance(data, (list, tuple)):
         return all(_only_tensors(x) for x in data)
     return isinstance(data, Tensor)
+
+
+class WholeStream(IterableDataset):
+    """A ``datasets.IterableDataset`` whose shards accelerate does not see.
+
+    It would give each data rank files of its own, which hold different numbers of samples: a rank that runs out leaves
+    the others waiting. Of a plain stream every rank reads all and keeps its share, as many batches as the others.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffles anew, where the dataset does."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
 
 class ContextParallelHooks:
@@ -93,6 +115,17 @@ class ContextParallelHooks:
     def get_tp_size(self) -> int:
         """Ranks that hold the same batch and the same loss: divides token counts, loss scale, total batch size."""
         return self._cp_size if self._cp_size > 1 else super().get_tp_size()  # type: ignore[misc]
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Transformers divides by the ranks of one batch also where it has summed over none."""
+        items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+        summed = self.args.average_tokens_across_devices
+        return items * self._cp_size if isinstance(items, Tensor) and not summed else items
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
+        if self._cp_size > 1 and isinstance(dataset, IterableDataset) and hasattr(dataset, "n_shards"):
+            dataset = WholeStream(dataset)
+        return super()._get_dataloader(dataset, *args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Cuts the LM head at the first loss, if asked for: TRL makes its fused head in ``__init__``, after us."""

@@ -9,7 +9,6 @@ layer in backward with the keywords of its own forward, whatever other forwards 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,9 +21,8 @@ from hf_fsdpturbo.kernels.documents import Documents, derive_documents, document
 KEYWORD = "sequence_plan"
 
 
-@dataclass(eq=False)
 class SequencePlan:
-    """One forward's sequence as all cp ranks see it.
+    """One forward's sequence as all cp ranks see it. Not a dataclass: FSDP's input cast copies those for every layer.
 
     Attributes:
         group, size, rank: the cp group and this rank's place in it; None, 1, 0 without context parallelism.
@@ -34,15 +32,21 @@ class SequencePlan:
         documents: of the whole sequence; None where every row is one document.
     """
 
-    group: ProcessGroup | None
-    size: int
-    rank: int
-    batch: int
-    length: int
-    valid: Tensor | None
-    documents: Documents | None
-    device: torch.device
-    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        size: int,
+        rank: int,
+        batch: int,
+        length: int,
+        valid: Tensor | None,
+        documents: Documents | None,
+        device: torch.device,
+    ) -> None:
+        self.group, self.size, self.rank = group, size, rank
+        self.batch, self.length = batch, length
+        self.valid, self.documents, self.device = valid, documents, device
+        self._kept: dict[Hashable, Any] = {}
 
     @property
     def cp_group(self) -> ProcessGroup:
@@ -115,7 +119,7 @@ def make_plan(
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
 ) -> SequencePlan:
-    """Plan of a ``[B, length]`` batch that all ranks of ``group`` hold; two device syncs.
+    """Plan of a ``[B, length]`` batch that all ranks of ``group`` hold; two or three device syncs.
 
     Args:
         least_slice: every rank gets at least so many positions (a convolution reaches back that far).
@@ -130,6 +134,8 @@ def make_plan(
     documents = derive_documents(
         batch, length, position_ids=position_ids, cu_seq_lens_q=cu_seq_lens_q, seq_idx=seq_idx
     )
+    if documents is not None and attention_mask is not None and not _packed(documents.ids, attention_mask):
+        documents = None
     if documents is not None and extra:
         documents = documents_from_ids(F.pad(documents.ids, (0, extra), value=-1))
     valid = None
@@ -138,3 +144,12 @@ def make_plan(
         if bool((seen[:, 1:] & ~seen[:, :-1]).any()):  # padding before or inside a row
             valid = seen
     return SequencePlan(group, size, rank, batch, whole, valid, documents, device)
+
+
+def _packed(ids_BS: Tensor, attention_mask_BS: Tensor) -> bool:
+    """Whether a row has real tokens of two documents; positions of padding alone look like documents too."""
+    real_BS = attention_mask_BS.to(device=ids_BS.device, dtype=torch.bool)
+    ends = torch.iinfo(ids_BS.dtype)
+    first_B = ids_BS.masked_fill(~real_BS, ends.max).amin(1)
+    last_B = ids_BS.masked_fill(~real_BS, ends.min).amax(1)
+    return bool((last_B > first_B).any())

@@ -102,3 +102,29 @@ def test_registered_names_are_safe_and_reversible():
         assert "flash" not in kernel.key  # Transformers would look for a hub kernel
         config._attn_implementation = kernel.key
         assert requested_attention(config) == name
+
+
+def small_model(config_class, **overrides):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "intermediate_size": 32, "num_experts_per_tok": 2}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config_class(**{**sizes, **more, **overrides}))
+
+
+def test_windows_that_live_in_a_mask_only():
+    from transformers import Qwen2MoeConfig
+
+    experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    windowed = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    refused(small_model(Qwen2MoeConfig, **experts, **windowed), "sliding_window=4", "layers.0.self_attn")
+    check_model(small_model(Qwen2MoeConfig, **experts), 2)
+    check_model(small_model(Qwen2MoeConfig, **experts, **{**windowed, "max_window_layers": 0}), 2)  # no layer slides
+    check_model(on_meta("mixtral", sliding_window=4), 2)  # its attention names its window
+
+
+def test_routers_that_draw_random_numbers():
+    from transformers import PhimoeConfig
+
+    refused(on_meta("mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1")
+    quiet = {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
+    refused(small_model(PhimoeConfig, **quiet), "model_type='phimoe'")

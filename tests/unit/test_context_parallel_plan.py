@@ -165,3 +165,14 @@ def test_only_two_dimensional_positions_pack(axes):
 def test_head_copies(heads, size, copies):
     assert head_copies(heads, size) == copies
     assert heads * copies % size == 0
+
+
+def test_positions_of_padding_are_no_documents():
+    """Left-padded rows with the positions that Transformers gives them: one document each, so a mask is enough."""
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[0, :3] = 0
+    for at_padding in (0, 1):
+        positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, at_padding)
+        plan = make_plan(None, BATCH, LENGTH, torch.device("cpu"), attention_mask=mask, position_ids=positions)
+        assert plan.documents is None
+        assert plan.valid is not None

@@ -9,6 +9,7 @@ B samples a rank, m rows a sample (2 where a batch is chosen and rejected), c re
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -96,10 +97,16 @@ class EvaluationRows:
         samples = blocks.unflatten(1, (-1, size))  # [W, m, B, ...]
         return torch.cat([samples[rank, :, :count].flatten(0, 1) for rank, count in enumerate(counts)])
 
+    def filled(self, data: Any) -> Any:
+        """What a cut batch gave (``[m*c, ...]`` tensors, nested, or None), in the shape that the whole one gives."""
+        return recursively_apply(self._fill, data, self._batch_size()) if self.is_cut else data
+
     def _fill(self, tensor: Tensor, size: int) -> Tensor:
         """``[m*c, ...]`` -> ``[m*B, ...]`` with zeros, which are left out again after the gather."""
         count = self.mine()
         assert count is not None
+        if tensor.ndim == 0 or tensor.shape[0] % count:
+            return tensor
         samples = tensor.unflatten(0, (-1, count))
         filled = samples.new_zeros((samples.shape[0], size, *samples.shape[2:]))
         filled[:, :count] = samples
@@ -124,6 +131,7 @@ class EvaluateOnce:
     scalars_are_means = False
 
     accelerator: Any
+    args: Any
     parallel_state: Any
     _rows: EvaluationRows | None = None
 
@@ -132,22 +140,42 @@ class EvaluateOnce:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         cp_size = self.parallel_state.topology.cp_size
         with EvaluationRows(self.accelerator, cp_size, self.scalars_are_means) as rows:
-            self._rows, self.gather_function = rows, self.accelerator.gather_for_metrics
+            self._rows, self.gather_function = rows, self._with_objects(self.accelerator.gather_for_metrics)
             try:
                 return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
             finally:
-                self._rows, self.gather_function = None, rows.gather_for_metrics
+                self._rows, self.gather_function = None, self._with_objects(rows.gather_for_metrics)
+
+    def _with_objects(self, gather: Any) -> Any:
+        """As Trainer binds it in ``__init__``; after an evaluation it forgets ``eval_use_gather_object``."""
+        return functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Tokens that make a rank's loss, repeated for each of its c real samples, average to that of one process.
+
+        Losses are ``S W / items`` for a sum S over this rank's tokens. With n samples and N tokens in all, one process
+        weighs its batch with ``n S / N``: ``items = N c W / n``.
+        """
+        items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+        counts = None if self._rows is None else self._rows.counts()
+        if counts is None or not isinstance(items, Tensor) or not self.args.average_tokens_across_devices:
+            return items
+        cp_size = self.parallel_state.topology.cp_size  # Trainer divided by it, but _gather drops copies already
+        count = counts[self.accelerator.process_index // cp_size]
+        return items * (cp_size * count * len(counts) / sum(counts)) if count else items
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """Where a batch mixes real samples and repeats and only the loss counts, only real ones are computed."""
+        """Where a batch mixes real samples and repeats, only real ones are computed: their mean is the loss."""
         rows = self._rows
-        count = rows.mine() if rows is not None and prediction_loss_only else None
+        count = None if rows is None else rows.mine()
         if rows is None or count is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         try:
             cut = rows.cut(inputs, count)
-            return super().prediction_step(model, cut, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+            step: Any = super()
+            loss, logits, labels = step.prediction_step(model, cut, prediction_loss_only, ignore_keys)
+            return loss, rows.filled(logits), rows.filled(labels)
         finally:
             rows.is_cut = False

@@ -1,0 +1,165 @@
+"""Settings of Transformers that change the loss or how it is counted: equal to one process, sharded and cut or not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.support.compare import compare
+from tests.support.reference_run import Run, build_trainer, forget_accelerate, run_turbo, sharded_and_reference
+from tests.support.spawn import run_plain, run_ranks
+from tests.support.tiny_models import VOCAB_SIZE, texts
+
+SMOOTHED = {"label_smoothing_factor": 0.2}
+OWN_TOKENS = {"average_tokens_across_devices": False}
+CP2 = {"cp_size": 2}
+
+
+@pytest.mark.parametrize("turbo", [{"ep_size": 2}, CP2], ids=["ep2", "cp2"])
+def test_training_equals_one_process(tiny, turbo):
+    """Trainer's own label smoother shifts labels by the model's class name, which FSDP changes."""
+    run = Run(tiny("qwen3_moe"), {"text": texts(16, seed=3)}, turbo=turbo)
+    runs = {"smoothed plain": replace(run, args=SMOOTHED, trainer="plain")}
+    if turbo is CP2:  # elsewhere "own tokens" means another loss on each rank, on purpose
+        runs |= {f"own tokens {kind}": replace(run, args=OWN_TOKENS, trainer=kind) for kind in ("plain", "sft")}
+    cp_size = turbo.get("cp_size", 1)
+    for name, (record, reference, _) in sharded_and_reference(runs, 2, cp_size=cp_size, timeout=150).items():
+        comparison = compare(record, reference)
+        assert comparison, f"{name}: {comparison.report}"
+        assert math.isclose(record.losses[0], math.log(VOCAB_SIZE), abs_tol=0.5), name
+
+
+# Evaluation with an uneven last batch.
+
+
+def count_tokens(prediction):
+    return {"samples": len(prediction.label_ids), "tokens": int((prediction.label_ids != -100).sum())}
+
+
+def best_token(logits, labels):
+    return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
+
+
+def evaluate_twice(runs, turbo):
+    """Rank function: two evaluations of each trainer; what the first leaves behind must not change the second."""
+    found = {}
+    for name, run in runs.items():
+        forget_accelerate()
+        trainer = build_trainer(run, turbo)
+        found[name] = [trainer.evaluate(), trainer.evaluate()]
+    return found
+
+
+METRICS = {"compute_metrics": count_tokens, "preprocess_logits_for_metrics": best_token}
+
+
+@pytest.mark.parametrize(
+    ("world", "turbo"), [(2, {"ep_size": 2}), (4, {"cp_size": 2, "ep_size": 2})], ids=["ep2", "cp2 ep2"]
+)
+def test_evaluation_loss_equals_one_process(tiny, world, turbo):
+    """Trainer weighs the tokens of all ranks alike, as one process with the batches of all ranks in one; TRL's loss is
+    a mean over the batches of ranks, as one process takes it over batches of the same size."""
+    data_ranks = world // turbo.get("cp_size", 1)
+    without_aux = {"router_aux_loss_coef": 0.0}  # TRL adds it, and it is a statistic of one batch
+    runs, plain = {}, {}
+    for kind, times, args in (("plain", data_ranks, {}), ("sft", 1, without_aux)):
+        for samples, size, metrics in ((5, 1, False), (5, 2, True), (7, 3, True), (7, 2, False)):
+            run = Run(
+                tiny("qwen3_moe"),
+                {"text": texts(8, seed=1)},
+                args={"per_device_eval_batch_size": size, **args},
+                turbo=turbo,
+                trainer=kind,
+                eval_data={"text": texts(samples, seed=2)},
+                trainer_kwargs=METRICS if metrics else {},
+            )
+            name = f"{kind}, {samples} samples by {size}{', metrics' if metrics else ''}"
+            runs[name] = run
+            plain[name] = replace(run, args={**run.args, "per_device_eval_batch_size": size * times})
+    expected = run_plain(evaluate_twice, plain, False, timeout=100)
+    for found in run_ranks(evaluate_twice, world, runs, True, timeout=150):
+        for name, both in found.items():
+            for mine, theirs in zip(both, expected[name], strict=True):
+                assert mine["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5), name
+                for metric in ("eval_samples", "eval_tokens"):
+                    assert mine.get(metric) == theirs.get(metric), name
+
+
+# Streams.
+
+
+def train_on_a_stream(run):
+    """Rank function: five samples in two files for two data ranks; batches seen, and the end of an epoch reached."""
+    from transformers import TrainerCallback
+
+    forget_accelerate()
+    trainer = build_trainer(run, True)
+    stream = trainer.eval_dataset.to_iterable_dataset(num_shards=2)
+    evaluated = trainer.evaluate(stream)
+    batches = [batch["input_ids"].tolist() for batch in trainer.get_eval_dataloader(stream)]
+    trainer.train_dataset = stream
+    ends: list[int] = []
+
+    class Epochs(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            ends.append(state.global_step)
+
+    trainer.add_callback(Epochs())
+    trainer.train()
+    return evaluated["eval_loss"], batches, ends
+
+
+def test_streams_of_several_files_end_together(tiny):
+    run = Run(
+        tiny("qwen3_moe"),
+        {"text": texts(8, seed=1)},
+        args={"per_device_eval_batch_size": 1, "per_device_train_batch_size": 1, "max_steps": 4},
+        turbo=CP2,
+        trainer="plain",
+        eval_data={"text": texts(5, seed=2)},
+    )
+    ranks = run_ranks(train_on_a_stream, 4, run, timeout=100)
+    losses, batches, ends = zip(*ranks, strict=True)
+    assert len(set(losses)) == 1
+    assert {len(seen) for seen in batches} == {3}
+    for first in (0, 2):
+        assert batches[first] == batches[first + 1], "ranks of a cp group read different samples"
+    real = [row for pair in zip(batches[0], batches[2], strict=True) for batch in pair for row in batch]
+    assert len({tuple(row) for row in real}) == 5, "a sample was left out"
+    assert set(map(tuple, ends)) == {(3, 4)}
+
+
+# Masks.
+
+
+def count_masks(run):
+    """Rank function: attention masks built in one training step."""
+    from hf_fsdpturbo.context_parallel.plan import SequencePlan
+
+    built: list[int | None] = []
+    original = SequencePlan._allowed
+
+    def counted(self, window):
+        built.append(window)
+        return original(self, window)
+
+    SequencePlan._allowed = counted
+    run_turbo(run)
+    return built
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_mask_is_built_once_a_step(tiny, bf16):
+    """gpt_oss: two masks for four layers, which have windows by turns. FSDP's input cast (bf16) copies dataclasses."""
+    run = Run(
+        tiny("gpt_oss", sliding_window=8, layers=4),
+        {"text": texts(8, seed=1)},
+        args={"max_steps": 1},
+        turbo={**CP2, "bf16": bf16},
+        model_kwargs={"attn_implementation": "eager"},
+        gradients=False,
+    )
+    for built in run_ranks(count_masks, 2, run, timeout=90):
+        assert sorted(built, key=str) == [8, None]
