@@ -24,6 +24,7 @@ from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, des
 from hf_fsdpturbo.checkpoint.adapters import is_peft
 from hf_fsdpturbo.checkpoint.hooks import CheckpointHooks
 from hf_fsdpturbo.context_parallel.hooks import ContextParallelHooks
+from hf_fsdpturbo.evaluation import EvaluateOnce
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize import ShardingReport
 from hf_fsdpturbo.parallelize.build import build_model, reload_weights, shard_given_model
@@ -201,5 +202,5 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         )
 
 
-class FSDPTurboTrainer(FSDPTurboTrainerMixin, Trainer):
+class FSDPTurboTrainer(EvaluateOnce, FSDPTurboTrainerMixin, Trainer):
     """``transformers.Trainer`` with the expert-mesh pipeline; ``model`` may also be a path (loaded as a causal LM)."""
