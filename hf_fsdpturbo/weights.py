@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -13,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.checkpoint.agreement import FAILURES, agree, world_size
-from hf_fsdpturbo.checkpoint.headers import Headers, check_headers
+from hf_fsdpturbo.checkpoint.files import cached_headers, local_headers
+from hf_fsdpturbo.checkpoint.headers import check_headers
 from hf_fsdpturbo.checkpoint.host_memory import freed_at_once
 
 FRESH_HEADS = ("score.", "classifier.")
@@ -76,7 +75,7 @@ def load_sharded(
     kwargs["device_map"] = None if device.type == "cpu" else {"": device}
 
     def shard_on_meta(model: nn.Module) -> nn.Module:
-        check_headers(cast(Any, model), path, headers)
+        check_headers(cast(Any, model), *(there or cached_headers(path, from_pretrained_kwargs)))
         keep_float32(model)
         with same_random_state(device):
             model = shard(model)
@@ -84,7 +83,7 @@ def load_sharded(
         return model
 
     with freed_at_once(), raised_on_every_rank(path):
-        headers = check_checkpoint_files(path)
+        there = local_headers(path, from_pretrained_kwargs)
         with sharding_during_load(shard_on_meta):
             model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
         fresh_heads = check_loading_info(path, info)
@@ -94,12 +93,36 @@ def load_sharded(
     return model
 
 
+def load_whole(
+    path: str, build: Callable[..., tuple[nn.Module, dict[str, Any]]], **from_pretrained_kwargs: Any
+) -> nn.Module:
+    """Load a model whole on the CPU, checked as :func:`load_sharded` does; no collective, so it may fail here alone.
+
+    Raises:
+        ValueError: as in :func:`load_sharded`, on this rank.
+    """
+    from transformers.distributed import DistributedConfig
+
+    there = local_headers(path, from_pretrained_kwargs)
+
+    def check(model: nn.Module) -> nn.Module:
+        check_headers(cast(Any, model), *(there or cached_headers(path, from_pretrained_kwargs)))
+        return model
+
+    kwargs = {**from_pretrained_kwargs, "device_map": None}
+    with sharding_during_load(check):
+        model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
+    report_fresh_heads(path, check_loading_info(path, info))
+    return model
+
+
 @contextlib.contextmanager
 def raised_on_every_rank(path: str) -> Iterator[None]:
     """Exchange what loading ran into (a file may be damaged on one machine only); the block holds no collective.
 
     Raises:
         ValueError: the error itself where all ranks met the same, else one that names the ranks and the first message.
+            In one process the error itself, of whatever class.
     """
     error: BaseException | None = None
     try:
@@ -110,7 +133,7 @@ def raised_on_every_rank(path: str) -> Iterator[None]:
     if world_size() > 1:
         messages = [None] * world_size()
         torch.distributed.all_gather_object(messages, None if error is None else str(error))
-    if isinstance(error, ValueError) and len(set(messages)) == 1:
+    if error is not None and len(set(messages)) == 1 and (isinstance(error, ValueError) or world_size() == 1):
         raise error
     agree(error, f"loading {path}")
 
@@ -248,58 +271,3 @@ def copy_full_tensor_(target: Tensor, full: Tensor) -> None:
         if local.numel():
             own = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
             local.copy_(full[own].to(device=local.device, dtype=local.dtype))
-
-
-def check_checkpoint_files(path: str) -> Headers:
-    """Read the headers of a local safetensors checkpoint: every file of the index is there, whole, and has its keys.
-
-    Hub ids and other formats are left to Transformers; they give no headers.
-
-    Raises:
-        ValueError: naming the file, and the key where there is one.
-    """
-    if not os.path.isdir(path):
-        return {}
-    index_path = os.path.join(path, "model.safetensors.index.json")
-    if os.path.isfile(index_path):
-        weight_map: dict[str, str] = _read_json(index_path).get("weight_map", {})
-        headers = {name: safetensors_header(os.path.join(path, name)) for name in sorted(set(weight_map.values()))}
-        for key, name in weight_map.items():
-            if key not in headers[name]:
-                raise ValueError(f"{os.path.join(path, name)} lacks the key {key!r} that the index promises.")
-        return headers
-    if os.path.isfile(single := os.path.join(path, "model.safetensors")):
-        return {"model.safetensors": safetensors_header(single)}
-    return {}
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    with open(path, encoding="utf-8") as file:
-        try:
-            return json.load(file)
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON ({error}). Copy the file again.") from error
-
-
-def safetensors_header(path: str) -> dict[str, Any]:
-    """Header of one safetensors file: key -> ``{dtype, shape, data_offsets}``.
-
-    Raises:
-        ValueError: the file is missing, is not safetensors, or is shorter than its header says.
-    """
-    if not os.path.isfile(path):
-        raise ValueError(f"{path} is missing: the checkpoint's index names it. Copy the whole checkpoint.")
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"{path} is truncated or not a safetensors file ({size} bytes). Copy the file again.")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} has no readable safetensors header ({error}). Copy the file again.") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if end != size:
-        raise ValueError(f"{path} has {size} bytes where its header says {end}: it is truncated. Copy the file again.")
-    return header

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import set_seed
 
 from hf_fsdpturbo.checkpoint.adapters import is_peft
+from hf_fsdpturbo.checkpoint.files import WHERE
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize import (
     ShardingReport,
@@ -29,10 +30,9 @@ from hf_fsdpturbo.parallelize.initial_weights import (
 )
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
 from hf_fsdpturbo.weights import (
-    check_checkpoint_files,
-    check_loading_info,
     load_sharded,
-    report_fresh_heads,
+    load_whole,
+    raised_on_every_rank,
     share_random_state,
 )
 
@@ -91,19 +91,18 @@ def build_model(
         ValueError: the checkpoint is damaged or does not fit; sizes do not fit the model.
     """
     build, kwargs = _from_pretrained(trainer_class, config, defaults or {})
-    _refuse_quantised(path, kwargs)
+    with raised_on_every_rank(path):
+        _refuse_quantised(path, kwargs)
     set_seed(cast(Any, config).seed)  # where TRL does it too: what a checkpoint lacks is drawn from here on
     if state is None:
-        check_checkpoint_files(path)
-        model = build(path, **{**kwargs, "device_map": None})
+        model = load_whole(path, build, **kwargs)
         return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     check_gradient_scale(state, fsdp_options(config))
     adapter, device = Adapter(peft_config), _shard_device(config)
     reports: list[ShardingReport] = []
     if config.init_params.name == "init_on_default":
-        check_checkpoint_files(path)
-        model, info = build(path, output_loading_info=True, **{**kwargs, "device_map": None})
-        report_fresh_heads(path, check_loading_info(path, info))
+        with raised_on_every_rank(path):
+            model = load_whole(path, build, **kwargs)
         check_model(model, config, state)
         model, report = adapter.parallelize(model, config, state)
         _place_unsharded(model, config.device)
@@ -115,8 +114,7 @@ def build_model(
         return sharded
 
     if config.init_params.name == "init_on_rank0":
-        plain = partial(build, path, **{**kwargs, "device_map": None})
-        whole = load_on_rank0(plain, lambda info: report_fresh_heads(path, check_loading_info(path, info)))
+        whole = load_on_rank0(partial(load_whole, path, build, **kwargs))
         share_random_state()
         with weights_from_rank0(whole, device):
             model = load_sharded(path, build, shard, device=device, **kwargs)
@@ -156,9 +154,8 @@ def reload_weights(
 def _refuse_quantised(path: str, kwargs: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
-    loaded = AutoConfig.from_pretrained(
-        path, trust_remote_code=kwargs.get("trust_remote_code", False), revision=kwargs.get("revision")
-    )
+    where = {name: kwargs[name] for name in WHERE if kwargs.get(name)}
+    loaded = AutoConfig.from_pretrained(path, trust_remote_code=kwargs.get("trust_remote_code", False), **where)
     if getattr(loaded, "quantization_config", None) is not None:
         raise ValueError(f"The checkpoint {path} is quantised, which is not supported: use its unquantised version.")
 

@@ -151,18 +151,10 @@ def _scatter(target: Tensor, source: Tensor | None, boxes: list[Box]) -> None:
             local.copy_(received)
 
 
-def load_on_rank0(
-    build: Callable[..., Any], check: Callable[[dict[str, Any]], Any], **kwargs: Any
-) -> nn.Module | None:
-    """The whole model on the CPU of rank 0, None elsewhere; an unreadable file is raised on every rank.
-
-    Args:
-        build: ``from_pretrained`` with its path.
-        check: gets Transformers' loading info; raises ValueError.
-    """
+def load_on_rank0(load: Callable[[], nn.Module]) -> nn.Module | None:
+    """The whole model on the CPU of rank 0, None elsewhere; an unreadable file is raised on every rank."""
     whole = None
     with together("init_on_rank0"):
         if dist.get_rank() == 0:
-            whole, info = build(output_loading_info=True, **kwargs)
-            check(info)
+            whole = load()
     return whole

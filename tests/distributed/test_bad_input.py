@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.reference_run import DEFAULT_ARGS
-from tests.support.spawn import run_ranks
+from tests.support.spawn import run_plain, run_ranks
 from tests.support.tiny_models import texts
 
 # What is tried on both ranks: name -> (training arguments, model, parts the message must have).
@@ -139,6 +139,7 @@ def models(tiny, tmp_path_factory) -> dict[str, str]:
     import shutil
     from pathlib import Path
 
+    from safetensors.torch import load_file, save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def copy(path: str, name: str) -> Path:
@@ -156,11 +157,21 @@ def models(tiny, tmp_path_factory) -> dict[str, str]:
     weights.write_bytes(weights.read_bytes()[:-1000])
     missing = copy(pieces, "missing")
     next(missing.glob("*-00002-of-*")).unlink()
+    lacking = {"missing_tensor": "model.layers.0.mlp.gate.weight"}
+    lacking["missing_expert"] = "model.layers.1.mlp.experts.3.up_proj.weight"
+    incomplete = {}
+    for name, key in lacking.items():
+        file = copy(moe, name) / "model.safetensors"
+        tensors = load_file(file)
+        del tensors[key]
+        save_file(tensors, file, metadata={"format": "pt"})
+        incomplete[name] = str(file.parent)
     quantised = copy(moe, "quantised")
     config = json.loads((quantised / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (quantised / "config.json").write_text(json.dumps(config))
     return {
+        **incomplete,
         "moe": moe,
         "three_experts": tiny("qwen3_moe", num_experts=3),
         "dense": str(dense),
@@ -190,7 +201,7 @@ def test_one_clear_value_error_on_every_rank(said, case: str):
     for rank in said:
         kind, message = rank[case]
         if case == "no_model_there":  # Transformers' own words
-            assert kind in ("ValueError", "OSError"), (kind, message)
+            assert kind == "CheckpointError", (kind, message)  # a ValueError
         elif case == "upstream_missing":
             assert kind in ("ValueError", "MissingDependencyError"), (kind, message)  # the latter is a ValueError too
         else:
@@ -226,14 +237,14 @@ def test_two_ranks_that_each_think_they_are_alone():
     assert run_ranks(build_arguments, 2, True, timeout=30) == [("", "world 2")] * 2
 
 
-def one_rank_fails(model: str, bad: str) -> tuple[str, str]:
+def one_rank_fails(model: str, bad: str, fields: dict[str, Any]) -> tuple[str, str]:
     """Rank function: rank 1's copy of the checkpoint is damaged, rank 0's is whole (node-local disks)."""
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
 
     from hf_fsdpturbo import FSDPTurboSFTConfig, FSDPTurboSFTTrainer
 
-    args = FSDPTurboSFTConfig(**{**DEFAULT_ARGS, "output_dir": tempfile.mkdtemp(), **EP2})
+    args = FSDPTurboSFTConfig(**{**DEFAULT_ARGS, "output_dir": tempfile.mkdtemp(), **EP2, **fields})
     path = bad if args.process_index == 1 else model
     data, tokenizer = Dataset.from_dict({"text": texts(4)}), PreTrainedTokenizerFast.from_pretrained(model)
     try:
@@ -243,12 +254,51 @@ def one_rank_fails(model: str, bad: str) -> tuple[str, str]:
         return type(error).__name__, str(error)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing_shard"])
-def test_a_file_that_only_one_rank_finds_damaged_stops_both(models, damage: str):
-    for kind, message in run_ranks(one_rank_fails, 2, models["moe"], models[damage], timeout=40):
+ONE_RANK_ALONE = {"truncated": "truncated", "missing_shard": "is missing", "nowhere": "nowhere"}
+
+
+@pytest.mark.parametrize("init", ["init_on_meta", "init_on_default"])
+@pytest.mark.parametrize("damage", ONE_RANK_ALONE)
+def test_a_file_that_only_one_rank_finds_damaged_stops_both(models, damage: str, init: str):
+    fields = {"init_config": {"name": init}}
+    for kind, message in run_ranks(one_rank_fails, 2, models["moe"], models[damage], fields, timeout=40):
         assert kind == "CheckpointError"  # a ValueError
         assert "failed on rank 1 of 2" in message
-        assert "truncated" in message or "is missing" in message
+        assert ONE_RANK_ALONE[damage] in message
+
+
+def in_one_process(models: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Exception class and message of each damaged checkpoint, by trainer."""
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+
+    import hf_fsdpturbo as turbo
+
+    data, tokenizer = Dataset.from_dict({"text": texts(4)}), PreTrainedTokenizerFast.from_pretrained(models["moe"])
+    result = {}
+    for name in ("moe", "missing_tensor", "missing_expert", "truncated"):
+        for trainer, config in (
+            (turbo.FSDPTurboTrainer, turbo.FSDPTurboTrainingArguments),
+            (turbo.FSDPTurboSFTTrainer, turbo.FSDPTurboSFTConfig),
+        ):
+            args = config(**{**DEFAULT_ARGS, "output_dir": tempfile.mkdtemp()})
+            try:
+                trainer(models[name], args=args, train_dataset=data, processing_class=tokenizer)
+                result[name, trainer.__name__] = ("", "")
+            except Exception as error:  # noqa: BLE001  (the test says which class it has to be)
+                result[name, trainer.__name__] = (type(error).__name__, str(error))
+    return result
+
+
+def test_one_process_refuses_what_a_sharded_run_refuses(models):
+    named = {
+        "missing_tensor": "missing: ['model.layers.0.mlp.gate.weight']",
+        "missing_expert": "lacks model.layers.1.mlp.experts.3.up_proj.weight",
+        "truncated": "truncated",
+    }
+    for (name, trainer), (kind, message) in run_plain(in_one_process, models, timeout=60).items():
+        assert kind == ("" if name == "moe" else "ValueError"), (trainer, kind, message)
+        assert named.get(name, "") in message, (trainer, message)
 
 
 def changed_after_construction() -> tuple[str, str]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_fsdpturbo import weights
+from hf_fsdpturbo.checkpoint.files import cached_headers, check_checkpoint_files, safetensors_header
 from hf_fsdpturbo.checkpoint.headers import check_headers
 from tests.support.tiny_models import FAMILIES, tiny_config
 
@@ -145,21 +146,21 @@ def test_whole_checkpoints_pass(tiny, family: str):
     """One file or several; with and without a head, a task head in its place; tied."""
     for keywords in ({}, {"max_shard_size": "20KB"}):
         path = tiny(family, **keywords)
-        headers = weights.check_checkpoint_files(path)
+        headers = check_checkpoint_files(path)
         assert len(headers) == 1 or keywords
         check_headers(on_meta(family), path, headers)
         check_headers(on_meta(family, "AutoModel"), path, headers)
         if family != "qwen3_5_moe":  # has no such class upstream
             check_headers(on_meta(family, "AutoModelForSequenceClassification", num_labels=1), path, headers)
     tied = tiny(family, tie=True)
-    check_headers(on_meta(family, tie=True), tied, weights.check_checkpoint_files(tied))
+    check_headers(on_meta(family, tie=True), tied, check_checkpoint_files(tied))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_size_is_refused(tiny, family: str):
     """A config of twice the experts, and one of another hidden size, on the same files."""
     path = tiny(family)
-    headers = weights.check_checkpoint_files(path)
+    headers = check_checkpoint_files(path)
     for config in ({"num_experts": 16}, {"hidden_size": 64}):
         with pytest.raises(ValueError, match=r"model\.safetensors: .* (has shape|hold)"):
             check_headers(on_meta(family, **config), path, headers)
@@ -169,7 +170,7 @@ def test_another_size_is_refused(tiny, family: str):
 def test_each_missing_expert_tensor_is_named(tiny, family: str):
     """Every per-expert key of one layer, taken away one at a time."""
     path = tiny(family)
-    headers = weights.check_checkpoint_files(path)
+    headers = check_checkpoint_files(path)
     (header,) = headers.values()
     model = on_meta(family)
     keys = [key for key in header if "layers.1." in key and ".experts." in key]
@@ -190,17 +191,17 @@ def test_file_header_faults(tiny, tmp_path):
     """What is wrong with a file is said with its name; Hub ids and other formats are left alone."""
     file = copy_of(tiny("qwen3_moe"), tmp_path) / "model.safetensors"
     whole = file.read_bytes()
-    assert "lm_head.weight" in weights.safetensors_header(str(file))
+    assert "lm_head.weight" in safetensors_header(str(file))
     for damaged in (whole[:-1], whole[:50], b"", b"abc", whole + b"\0", b"\xff" * 64):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"model\.safetensors"):
-            weights.check_checkpoint_files(str(file.parent))
+            check_checkpoint_files(str(file.parent))
     file.write_bytes(whole[:8] + b"!" + whole[9:])
     with pytest.raises(ValueError, match="no readable safetensors header"):
-        weights.check_checkpoint_files(str(file.parent))
-    assert weights.check_checkpoint_files("somebody/some-model") == {}
+        check_checkpoint_files(str(file.parent))
+    assert cached_headers("somebody/some-model", {}) == ("somebody/some-model", {})
     file.unlink()
-    assert weights.check_checkpoint_files(str(file.parent)) == {}
+    assert check_checkpoint_files(str(file.parent)) == {}
 
 
 def test_index_faults(tiny, tmp_path):
@@ -209,7 +210,7 @@ def test_index_faults(tiny, tmp_path):
     text = index.read_text()
     index.write_text(text[:-40])
     with pytest.raises(ValueError, match="not valid JSON"):
-        weights.check_checkpoint_files(str(folder))
+        check_checkpoint_files(str(folder))
     content = json.loads(text)
     name = content["weight_map"]["lm_head.weight"]
     tensors = load_file(folder / name)
@@ -217,4 +218,53 @@ def test_index_faults(tiny, tmp_path):
     save_file(tensors, folder / name)
     index.write_text(text)
     with pytest.raises(ValueError, match=f"{name} lacks the key 'lm_head.weight'"):
-        weights.check_checkpoint_files(str(folder))
+        check_checkpoint_files(str(folder))
+
+
+def test_one_file_goes_before_an_index_that_was_left_behind(tiny, tmp_path):
+    """As in Transformers: the index of an earlier save is not read."""
+    folder = copy_of(tiny("qwen3_moe"), tmp_path)
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert list(check_checkpoint_files(str(folder))) == ["model.safetensors"]
+
+
+def hub_cache(path: str, cache: Path) -> Path:
+    """A checkpoint as ``somebody/moe`` in a Hub cache; returns its snapshot folder."""
+    entry, commit = cache / "models--somebody--moe", "a" * 40
+    shutil.copytree(path, entry / "snapshots" / commit)
+    (entry / "refs").mkdir()
+    (entry / "refs" / "main").write_text(commit)
+    return entry / "snapshots" / commit
+
+
+@pytest.mark.parametrize("pieces", [{}, {"max_shard_size": "20KB"}])
+def test_a_hub_id_has_the_headers_of_its_cached_snapshot(tiny, tmp_path, pieces: dict):
+    snapshot = hub_cache(tiny("qwen3_moe", **pieces), tmp_path)
+    where = {"cache_dir": str(tmp_path)}
+    folder, headers = cached_headers("somebody/moe", where)
+    assert folder == str(snapshot)
+    assert headers == check_checkpoint_files(str(snapshot))
+    file = sorted(snapshot.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"{file.name} has .* truncated"):
+        cached_headers("somebody/moe", where)
+    assert cached_headers("somebody/moe", {**where, "variant": "fp16"})[1] == {}
+
+
+def test_a_hub_id_is_checked_like_a_folder(tiny, tmp_path):
+    """Loaded whole: a missing expert and a missing tensor are named, an undamaged one loads."""
+    from transformers import AutoModelForCausalLM
+
+    snapshot = hub_cache(tiny("qwen3_moe"), tmp_path)
+    file, expert = snapshot / "model.safetensors", "model.layers.1.mlp.experts.3.up_proj.weight"
+    whole = load_file(file)
+    where = {"cache_dir": str(tmp_path)}
+    for key in (expert, "model.layers.0.mlp.gate.weight"):
+        save_file({name: tensor for name, tensor in whole.items() if name != key}, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=key.replace(".", r"\.")):
+            weights.load_whole("somebody/moe", AutoModelForCausalLM.from_pretrained, **where)
+    save_file(whole, file, metadata={"format": "pt"})
+    model = weights.load_whole("somebody/moe", AutoModelForCausalLM.from_pretrained, **where)
+    assert torch.equal(model.lm_head.weight, whole["lm_head.weight"])
+    assert getattr(model.config, "distributed_config", None) is None

@@ -1,0 +1,107 @@
+"""Files of a safetensors checkpoint before they are read: all there, whole, with the keys that the index promises."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hf_fsdpturbo.checkpoint.headers import Headers
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WHERE = ("revision", "subfolder", "cache_dir", "token")
+"""Keywords of ``from_pretrained`` that say where its files are."""
+OTHER_FORMATS = ("gguf_file", "variant", "state_dict", "transformers_weights")
+"""Keywords with which it reads other files than these two; what is wrong with those is left to Transformers."""
+
+# Note [When a checkpoint's files are looked at]
+# A local directory before the model is built. A Hub id after that, when Transformers has resolved its revision and
+# downloaded what it lacked: an old snapshot in the cache says nothing about the one that will be read.
+
+
+def local_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tuple[str, Headers] | None:
+    """Folder and headers of a local checkpoint; None for a Hub id.
+
+    Raises:
+        ValueError: as :func:`check_checkpoint_files`.
+    """
+    if not os.path.isdir(path):
+        return None
+    folder = os.path.join(path, from_pretrained_kwargs.get("subfolder") or "")
+    return folder, {} if _other_format(from_pretrained_kwargs) else check_checkpoint_files(folder)
+
+
+def cached_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tuple[str, Headers]:
+    """Folder and headers of what ``from_pretrained`` has just downloaded, or found in the cache; nothing is fetched.
+
+    Raises:
+        ValueError: as :func:`check_checkpoint_files`.
+    """
+    from transformers.utils import cached_file
+
+    where = {name: from_pretrained_kwargs[name] for name in WHERE if from_pretrained_kwargs.get(name)}
+    raising = ("gated_repo", "missing_entries", "connection_errors")
+    quiet: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in raising}
+    for name in () if _other_format(from_pretrained_kwargs) else (SINGLE, INDEX):
+        found = cached_file(path, name, local_files_only=True, **where, **quiet)
+        if found is not None:
+            return os.path.dirname(found), check_checkpoint_files(os.path.dirname(found))
+    return path, {}
+
+
+def _other_format(from_pretrained_kwargs: Mapping[str, Any]) -> bool:
+    named = any(from_pretrained_kwargs.get(name) is not None for name in OTHER_FORMATS)
+    return named or from_pretrained_kwargs.get("use_safetensors") is False
+
+
+def check_checkpoint_files(folder: str) -> Headers:
+    """Read the headers of a local safetensors checkpoint: every file of the index is there, whole, and has its keys.
+
+    One file goes before an index, as in Transformers. Other formats give no headers.
+
+    Raises:
+        ValueError: naming the file, and the key where there is one.
+    """
+    if os.path.isfile(single := os.path.join(folder, SINGLE)):
+        return {SINGLE: safetensors_header(single)}
+    if not os.path.isfile(index := os.path.join(folder, INDEX)):
+        return {}
+    weight_map: dict[str, str] = _read_json(index).get("weight_map", {})
+    headers = {name: safetensors_header(os.path.join(folder, name)) for name in sorted(set(weight_map.values()))}
+    for key, name in weight_map.items():
+        if key not in headers[name]:
+            raise ValueError(f"{os.path.join(folder, name)} lacks the key {key!r} that the index promises.")
+    return headers
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    with open(path, encoding="utf-8") as file:
+        try:
+            return json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON ({error}). Copy the file again.") from error
+
+
+def safetensors_header(path: str) -> dict[str, Any]:
+    """Header of one safetensors file: key -> ``{dtype, shape, data_offsets}``.
+
+    Raises:
+        ValueError: the file is missing, is not safetensors, or is shorter than its header says.
+    """
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} is missing: the checkpoint's index names it. Copy the whole checkpoint.")
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"{path} is truncated or not a safetensors file ({size} bytes). Copy the file again.")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"{path} has no readable safetensors header ({error}). Copy the file again.") from error
+    header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if end != size:
+        raise ValueError(f"{path} has {size} bytes where its header says {end}: it is truncated. Copy the file again.")
+    return header
