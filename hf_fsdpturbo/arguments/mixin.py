@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdpturbo import launch_config
+from hf_fsdpturbo.arguments.defaults import UnsetDict, UnsetInt, is_given
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, InitParams, KernelParams
 from hf_fsdpturbo.arguments.refusals import refuse_unsupported, settle_after_setup
 from hf_fsdpturbo.arguments.sources import (
@@ -21,12 +22,12 @@ from hf_fsdpturbo.arguments.sources import (
     dist_values,
     reduce_to_one_process,
     resolve_settings,
+    without_effect_alone,
 )
 from hf_fsdpturbo.compat import check_floors
 
 logger = logging.getLogger(__name__)
 
-_DDP_TIMEOUT_DEFAULT = 1800  # of TrainingArguments: any other value there was given by the user
 _warned: set[str] = set()
 
 
@@ -86,20 +87,24 @@ class FSDPTurboArguments:
     dp_size: int | None = field(
         default=None, metadata={"help": "Data-parallel size; world size / cp_size when left out."}
     )
-    cp_size: int = field(default=1, metadata={"help": "Ulysses context-parallel size."})
+    cp_size: int = field(default=UnsetInt(1), metadata={"help": "Ulysses context-parallel size."})
     cp_mode: str = field(default="ulysses", metadata={"help": "Kind of context parallelism; only ulysses."})
-    mp_replicate_size: int = field(default=1, metadata={"help": "Replicas of the outer FSDP2 (HSDP)."})
+    mp_replicate_size: int = field(default=UnsetInt(1), metadata={"help": "Replicas of the outer FSDP2 (HSDP)."})
     mp_shard_size: int | None = field(
         default=None,
         metadata={"help": "Ranks that shard the dense weights; world size / mp_replicate_size when left out."},
     )
-    dist_timeout: int = field(default=18000, metadata={"help": "Timeout of collectives in seconds; sets ddp_timeout."})
+    dist_timeout: int = field(
+        default=UnsetInt(18000), metadata={"help": "Timeout of collectives in seconds; sets ddp_timeout."}
+    )
+    # A field of TrainingArguments, here again only so that its default can be told from an explicit 1800.
+    ddp_timeout: int = field(default=UnsetInt(1800), metadata={"help": "Set by dist_timeout; leave it out."})
     kernel_config: dict | str | None = field(
         default=None,
         metadata={"help": "Kernels to use: a mapping, a JSON string, or the path of a YAML/JSON file."},
     )
     init_config: dict | str | None = field(
-        default_factory=lambda: {"name": "init_on_meta"},
+        default_factory=lambda: UnsetDict(name="init_on_meta"),
         metadata={"help": "How weights are read: name init_on_meta, init_on_rank0 or init_on_default."},
     )
 
@@ -131,22 +136,31 @@ class FSDPTurboArguments:
         self._warn()
 
     def _adopt(self, resolved: _Resolved) -> None:
-        """Write the values in force onto the fields."""
+        """Write the values in force onto the fields.
+
+        A size reduced for one process is marked as unset, or a copy would take it for the user's.
+        """
         self._fsdpturbo = resolved
         for name in PUBLIC_DEFAULTS:
             if name != "dist_config" and name not in SHORTHAND:
-                setattr(self, name, resolved.effective[name].value)
+                value = resolved.effective[name].value
+                reduced = value != resolved.settings[name].value and value is not None
+                setattr(self, name, UnsetInt(value) if reduced else value)
         self.dist_config = resolved.params.to_dict()
         self.ep_size, self.ep_dispatcher = resolved.params.ep_size, resolved.params.ep_dispatcher
 
+    def to_dict(self) -> dict[str, Any]:
+        """As ``TrainingArguments`` does it, in plain types: YAML writers refuse subclasses of int."""
+        values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        return {name: int(value) if isinstance(value, UnsetInt) else value for name, value in values.items()}
+
     def _set_timeout(self) -> None:
-        given: int = getattr(self, "ddp_timeout", _DDP_TIMEOUT_DEFAULT)
-        if given not in (_DDP_TIMEOUT_DEFAULT, self.dist_timeout):
+        if is_given(self.ddp_timeout) and self.ddp_timeout != self.dist_timeout:
             raise ValueError(
-                f"ddp_timeout={given} contradicts dist_timeout={self.dist_timeout}, which sets it. "
+                f"ddp_timeout={self.ddp_timeout} contradicts dist_timeout={self.dist_timeout}, which sets it. "
                 "Give dist_timeout only."
             )
-        self.ddp_timeout = self.dist_timeout
+        self.ddp_timeout = UnsetInt(self.dist_timeout)  # ours, so that a copy may change dist_timeout
 
     def _check_launch(self, launch: launch_config.LaunchConfig) -> None:
         """Compare what the launcher promised with what ``TrainingArguments`` made of it."""
@@ -247,6 +261,8 @@ def describe_sources(args: FSDPTurboArguments) -> str:
             lines.append(f"  {source}: " + ", ".join(f"{key}={value!r}" for key, value in chosen.items()))
     defaults = sum(s.source == DEFAULT for s in resolved.effective.values())
     lines.append(f"  default: {defaults} others")
+    if args.world_size == 1 and (idle := without_effect_alone(resolved.effective)):
+        lines.append(f"  without effect in one process: {', '.join(idle)}")
     return "\n".join(lines)
 
 

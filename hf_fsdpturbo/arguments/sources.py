@@ -3,10 +3,12 @@
 Settings are merged one by one: each public field by its name, each key of ``dist_config`` as ``dist_config.<key>``
 (``ep_size`` and ``ep_dispatcher`` are short for two of them); ``kernel_config`` and ``init_config`` go as a whole.
 
-Note [what counts as given in Python]: a dataclass cannot tell a field left out from one set to its default. A value
-that differs from the default was given; one equal to it was not, so it does not override the environment or the YAML
-(keys inside ``dist_config`` do: there, present means given). And a value equal to what the environment or the YAML
-says is put down to them: that keeps the record right when arguments are copied, as a copy passes every value again.
+Note [what counts as given in Python]: every value but the default object itself (`defaults.py`), so `cp_size=1` in
+Python, on the command line or in a TRL recipe beats the YAML's 2. What counts as left out: None, which therefore
+cannot switch off a `dp_size`, `mp_shard_size` or `kernel_config` of the environment or the YAML; and the field's
+default object taken from the class (`cp_size=Arguments.cp_size`). `cp_mode` has one value, so nothing is told apart.
+A value equal to what the next source below says is put down to that source. This keeps the record right when
+arguments are copied (`dataclasses.replace`, JSON), as a copy passes every value again: none of them becomes "given".
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_fsdpturbo.arguments.defaults import is_given
 from hf_fsdpturbo.arguments.mappings import parse_mapping
 from hf_fsdpturbo.arguments.params import (
     FSDPTurboParams,
@@ -34,7 +37,7 @@ DEFAULT = "default"
 
 SHORTHAND = ("ep_size", "ep_dispatcher")
 INTEGERS = ("ep_size", "dp_size", "cp_size", "mp_replicate_size", "mp_shard_size", "dist_timeout")
-# Public fields with their defaults; the tables of FSDPTurboArguments and of the errors are made from this one.
+# Public fields with their defaults in force; FSDPTurboArguments' fields have equal ones (tested), marked as unset.
 PUBLIC_DEFAULTS: dict[str, Any] = {
     "dist_config": None,
     "ep_size": None,
@@ -57,6 +60,18 @@ ONE_PROCESS: dict[str, int | None] = {
     "mp_replicate_size": 1,
     "mp_shard_size": None,
 }
+# Settings without effect where nothing is sharded or exchanged. Sizes are not here: those that do not fit raise.
+NEEDS_PROCESSES = (
+    "dist_config.reshard_after_forward",
+    "dist_config.offload_params",
+    "dist_config.ep_dispatcher",
+    "dist_config.fsdp_ignored_modules",
+    "dist_config.hook_modules",
+    "dist_config.fsdp_implementation",
+    "dist_config.ep_backend",
+    "dist_timeout",
+    "init_config",
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +96,7 @@ def resolve_settings(given: Mapping[str, Any]) -> tuple[dict[str, Setting], Laun
         ValueError: a source contradicts itself, or holds an unknown key, a wrong type or a value out of range.
     """
     launch = read_launch_config()
-    python = {name: given[name] for name in PUBLIC_DEFAULTS if not _is_default(name, given[name])}
+    python = {name: given[name] for name in PUBLIC_DEFAULTS if is_given(given[name])}
     texts = _known(environment_fields(), "the environment", lambda name: ENV_PREFIX + name.upper())
     environment = {name: _from_text(name, text) for name, text in texts.items()}
     yaml_fields = _known(launch.fields, f"fsdp_config of {launch.path}", lambda name: YAML_PREFIX + name)
@@ -93,11 +108,6 @@ def resolve_settings(given: Mapping[str, Any]) -> tuple[dict[str, Setting], Laun
     ]
     settings = {key: _pick(key, layers) for key in layers[-1][1]}
     return settings, launch
-
-
-def _is_default(name: str, value: Any) -> bool:
-    default = PUBLIC_DEFAULTS[name]
-    return value is None or (type(value) is type(default) and value == default)
 
 
 def _defaults() -> dict[str, Any]:
@@ -184,6 +194,14 @@ def reduce_to_one_process(settings: Mapping[str, Setting]) -> tuple[dict[str, Se
     ]
     reduced = {key: Setting(ONE_PROCESS[key], settings[key].source) for key in changed}
     return {**settings, **reduced}, changed
+
+
+def without_effect_alone(settings: Mapping[str, Setting]) -> list[str]:
+    """Settings given on the command line or in Python that change nothing in a run of one process.
+
+    Those of the environment and the YAML are left out on purpose: a file written for many ranks may be tried on one.
+    """
+    return [f"{key}={settings[key].value!r}" for key in NEEDS_PROCESSES if settings[key].source == PYTHON]
 
 
 def dist_values(settings: Mapping[str, Setting]) -> dict[str, Any]:

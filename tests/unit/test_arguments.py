@@ -360,14 +360,70 @@ def test_precedence_goes_key_by_key(build, accelerate_yaml, monkeypatch):
     assert "dp_size=16" in by_source["accelerate YAML"]
 
 
-def test_a_default_overrides_the_yaml_inside_dist_config_only(build, accelerate_yaml, monkeypatch):
-    """The documented limit, see the note in sources.py."""
+BIGGER = {"cp_size": 2, "mp_replicate_size": 2, "dist_timeout": 77, "init_config": {"name": "init_on_rank0"}}
+DEFAULTS = {"cp_size": 1, "mp_replicate_size": 1, "dist_timeout": 18000, "init_config": {"name": "init_on_meta"}}
+
+
+def in_force(args):
+    return {name: getattr(args, name) for name in BIGGER}
+
+
+@pytest.mark.parametrize("name", BIGGER)
+def test_a_value_equal_to_the_default_wins_over_environment_and_yaml(build, accelerate_yaml, monkeypatch, name):
     pretend_world(monkeypatch, 4)
-    accelerate_yaml({"ep_dispatcher": "fused", "mp_replicate_size": 2})
-    args = build(dist_config={"ep_dispatcher": "eager"}, mp_replicate_size=1)
-    assert (args.ep_dispatcher, args.mp_replicate_size) == ("eager", 2)
-    monkeypatch.setenv("FSDPTURBO_MP_REPLICATE_SIZE", "1")
-    assert build().mp_replicate_size == 1
+    accelerate_yaml(BIGGER)
+    assert in_force(build()) == BIGGER
+    assert in_force(build(**{name: DEFAULTS[name]})) == {**BIGGER, name: DEFAULTS[name]}
+    monkeypatch.delenv("FSDPTURBO_ACCELERATE_CONFIG")
+    for field, value in BIGGER.items():
+        monkeypatch.setenv(f"FSDPTURBO_{field.upper()}", json.dumps(value))
+    args = build(**{name: DEFAULTS[name]})
+    assert in_force(args) == {**BIGGER, name: DEFAULTS[name]}
+    assert f"command line / Python: {name}={DEFAULTS[name]!r}\n" in describe_sources(args)
+    for other in (dataclasses.replace(args), copy.deepcopy(args), FSDPTurboTrainingArguments(**args.to_dict())):
+        assert describe_sources(other) == describe_sources(args)
+
+
+def test_a_value_equal_to_the_default_wins_from_the_command_line_and_a_recipe(tmp_path, accelerate_yaml, monkeypatch):
+    from trl import TrlParser
+
+    pretend_world(monkeypatch, 4)
+    accelerate_yaml(BIGGER)
+    base = ["--output_dir", str(tmp_path), "--use_cpu", "--report_to", "none"]
+    given = [["--" + name, value if isinstance(value, str) else json.dumps(value)] for name, value in DEFAULTS.items()]
+    parse = HfArgumentParser(FSDPTurboTrainingArguments).parse_args_into_dataclasses
+    assert in_force(parse(base)[0]) == BIGGER
+    assert in_force(parse([*base, *sum(given, [])])[0]) == DEFAULTS
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nreport_to: none\ncp_size: 1\n")
+    (args,) = TrlParser(FSDPTurboTrainingArguments).parse_args_and_config(["--config", str(recipe)])
+    assert in_force(args) == {**BIGGER, "cp_size": 1}
+    assert "(default: 18000)" in HfArgumentParser(FSDPTurboTrainingArguments).format_help()
+
+
+def test_a_subclass_that_sets_another_default_gives_it(tmp_path, accelerate_yaml, monkeypatch):
+    @dataclasses.dataclass
+    class Mine(FSDPTurboTrainingArguments):
+        cp_size: int = 1
+
+    pretend_world(monkeypatch, 4)
+    accelerate_yaml({"cp_size": 2})
+    assert Mine(output_dir=str(tmp_path), use_cpu=True, report_to="none").cp_size == 1
+
+
+def test_a_default_is_never_put_down_to_python(build, accelerate_yaml):
+    first = build()
+    for args in (first, dataclasses.replace(first), FSDPTurboTrainingArguments(**json.loads(first.to_json_string()))):
+        assert "Python" not in describe_sources(args)
+    accelerate_yaml({"cp_size": 2, "mp_replicate_size": 2})  # reduced in one process
+    assert "Python" not in describe_sources(dataclasses.replace(build()))
+
+
+def test_a_default_inside_dist_config_overrides_the_yaml(build, accelerate_yaml, monkeypatch):
+    accelerate_yaml({"ep_dispatcher": "fused"})
+    assert build(dist_config={"ep_dispatcher": "eager"}).ep_dispatcher == "eager"
+    monkeypatch.setenv("FSDPTURBO_EP_DISPATCHER", "eager")
+    assert build().ep_dispatcher == "eager"
 
 
 def test_kernel_config_is_taken_as_a_whole(build, accelerate_yaml):
@@ -417,7 +473,25 @@ def test_mixed_precision_of_the_launcher_must_be_ours(build, accelerate_yaml, mo
 def test_dist_timeout_sets_ddp_timeout(build):
     assert build(dist_timeout=60).ddp_timeout == 60
     assert build(ddp_timeout=60, dist_timeout=60).ddp_timeout == 60
-    raises_naming(lambda: build(ddp_timeout=60), "ddp_timeout=60", "dist_timeout=18000")
+    for explicit in (60, 1800):
+        raises_naming(lambda given=explicit: build(ddp_timeout=given), f"ddp_timeout={explicit}", "dist_timeout=18000")
+    assert build(ddp_timeout=18000).ddp_timeout == 18000
+
+
+def test_a_copy_may_change_dist_timeout(build):
+    again = dataclasses.replace(build(dist_timeout=60), dist_timeout=600)
+    assert again.dist_timeout == again.ddp_timeout == 600
+    thawed = pickle.loads(pickle.dumps(again))
+    assert dataclasses.replace(thawed, dist_timeout=60).ddp_timeout == 60
+    raises_naming(lambda: dataclasses.replace(again, ddp_timeout=60), "ddp_timeout=60", "dist_timeout=600")
+
+
+def test_every_value_is_written_in_plain_types(build):
+    import yaml
+
+    args = build()
+    assert yaml.safe_load(yaml.safe_dump(args.to_dict()))["ddp_timeout"] == 18000
+    assert args.to_sanitized_dict()["ddp_timeout"] == 18000
 
 
 def test_copies_say_the_same(build, accelerate_yaml, monkeypatch):
@@ -495,6 +569,21 @@ def test_one_process_keeps_sizes_given_in_python(build, accelerate_yaml):
     from hf_fsdpturbo.parallel_state import Topology
 
     raises_naming(lambda: Topology.resolve(1, **sizes_for_world(args, 1)), "ep_size (2)", "dp_size (1)")
+
+
+def test_what_python_sets_in_vain_in_one_process_is_listed(build, accelerate_yaml, monkeypatch):
+    accelerate_yaml({"ep_dispatcher": "fused", "dist_config": {"reshard_after_forward": False}})
+    assert "without effect" not in describe_sources(build(dist_config={"param_storage_dtype": "float32"}))
+    vain = {"offload_params": True, "pin_memory": False, "ep_backend": "fsdp_turbo", "hook_modules": ["model"],
+            "fsdp_ignored_modules": ["lm_head"], "ep_dispatcher": "mc2"}  # fmt: skip
+    kwargs = {"dist_config": vain, "init_config": {"name": "init_on_rank0"}}
+    (line,) = [row for row in describe_sources(build(**kwargs)).splitlines() if "without effect in one" in row]
+    for name in ("offload_params=True", "ep_backend='fsdp_turbo'", "hook_modules=", "fsdp_ignored_modules=",
+                 "ep_dispatcher='mc2'", "init_on_rank0"):  # fmt: skip
+        assert name in line
+    assert "reshard_after_forward" not in line
+    pretend_world(monkeypatch, 2)
+    assert "without effect" not in describe_sources(build(**kwargs))
 
 
 def test_processes_that_do_not_know_each_other_are_an_error(build, monkeypatch):
