@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -19,11 +20,11 @@ from hf_fsdpturbo.checkpoint.agreement import FAILURES, rank, world_size
 _group: dist.ProcessGroup | None = None
 
 
-def own_group() -> dist.ProcessGroup | None:
+def own_group(timeout: timedelta) -> dist.ProcessGroup | None:
     """The gloo group of background saves, made once a process; collective the first time."""
     global _group
     if _group is None and world_size() > 1:
-        _group = dist.new_group(backend="gloo")
+        _group = dist.new_group(backend="gloo", timeout=timeout)
     return _group
 
 
@@ -33,10 +34,11 @@ class BackgroundSave:
     Args:
         state: tensors by DCP key.
         directory: DCP directory, in staging.
+        timeout: how long ranks wait for each other.
     """
 
-    def __init__(self, state: dict[str, Tensor], directory: str) -> None:
-        self.future: Any = dcp.save_async(state, directory, own_group())
+    def __init__(self, state: dict[str, Tensor], directory: str, timeout: timedelta) -> None:
+        self.future: Any = dcp.save_async(state, directory, own_group(timeout))
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
 

@@ -207,12 +207,18 @@ def remove(path: str) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def rotate(run_dir: str, limit: int | None, best: str | None) -> None:
-    """Remove the oldest finished checkpoints beyond ``limit``, by step; the newest and the best stay."""
+def rotate(run_dir: str, limit: int | None, best: str | None, new: str | None = None) -> None:
+    """Remove finished checkpoints beyond ``limit``, those of the lowest steps first; the new and the best stay.
+
+    Args:
+        new: the one just made, which is not that of the highest step in a run that was resumed from an earlier one or
+            started again in the same folder; by default that of the highest step.
+    """
     if limit is None or limit <= 0:
         return
     finished = [path for _, path in checkpoints(run_dir) if is_finished(path)]
-    keep = {os.path.abspath(path) for path in (*finished[-1:], *([best] if best else ()))}
+    kept = [*([new] if new else finished[-1:]), *([best] if best else [])]
+    keep = {os.path.abspath(path) for path in kept}
     excess = len(finished) - max(limit, len(keep & {os.path.abspath(path) for path in finished}))
     for path in finished:
         if excess > 0 and os.path.abspath(path) not in keep:

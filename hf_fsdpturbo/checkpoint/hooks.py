@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -145,7 +146,8 @@ class CheckpointHooks(PushHooks):
         """Rank 0 only: the rename, then rotation, which never touches the one just made or the best."""
         step = int(name.rpartition("-")[2])
         commit.commit(run_dir, name, {"step": step, "world_size": world_size()})
-        commit.rotate(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+        new = os.path.join(run_dir, name)
+        commit.rotate(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint, new)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Model and optimizer as DCP shards, scheduler, topology.json."""
@@ -160,9 +162,12 @@ class CheckpointHooks(PushHooks):
                     warnings.simplefilter("ignore")  # torch warns whenever a scheduler is saved without its optimizer
                     torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
         if self.async_save:
-            self._background = BackgroundSave(state, directory)
+            self._background = BackgroundSave(state, directory, timedelta(seconds=self._save_timeout()))
         else:
             dcp.save(state, directory)
+
+    def _save_timeout(self) -> int:
+        return getattr(self.args, "dist_timeout", self.args.ddp_timeout)
 
     def _sizes(self) -> dict[str, int] | None:
         parallel_state = getattr(self, "parallel_state", None)
@@ -182,6 +187,13 @@ class CheckpointHooks(PushHooks):
         if background is not None:
             agree(background.wait(), "saving in the background")
 
+    def _abandon_background_save(self) -> None:
+        """This rank leaves with an error of its own: let its files be written, but ask no other rank, which may never
+        come."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.wait()
+
     # Resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -194,9 +206,12 @@ class CheckpointHooks(PushHooks):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest_checkpoint()
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._finish_background_save()
+            result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._abandon_background_save()
+            raise
+        self._finish_background_save()
+        return result
 
     def _check_save_settings(self) -> None:
         if self.args.save_on_each_node and world_size() > 1:

@@ -11,6 +11,8 @@ import torch
 
 from hf_fsdpturbo.checkpoint.dcp import parameter_names
 
+NOT_BY_GROUP = ("_milestones", "milestones")  # steps of a chain, however many there are
+
 
 def group_sources(
     saved_groups: list[dict[str, Any]], model: torch.nn.Module, optimizer: torch.optim.Optimizer
@@ -29,7 +31,7 @@ def follow_groups(state: Any, num_saved: int, sources: list[int]) -> Any:
     for key, value in state.items():
         if key == "_schedulers":  # a chain of schedulers: one state dict each
             followed[key] = [follow_groups(inner, num_saved, sources) for inner in value]
-        elif isinstance(value, list) and len(value) == num_saved:
+        elif key not in NOT_BY_GROUP and isinstance(value, list) and len(value) == num_saved:
             followed[key] = [value[source] for source in sources]
         else:
             followed[key] = value

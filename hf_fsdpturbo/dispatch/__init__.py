@@ -64,6 +64,10 @@ class Dispatcher(ABC):
         self.group_size = 1 if group is None else torch.distributed.get_world_size(group)
         self.num_local_experts = num_experts // self.group_size
 
+    def check_call(self, top_k: int, dtype: torch.dtype, experts: LocalExperts) -> None:
+        """Raise ValueError, on all ranks alike, where this dispatcher cannot take such a call; most take any."""
+        return
+
     @abstractmethod
     def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[ReceivedRows, Any]:
         """Send ``hidden_states [T, D]`` to the owners of ``top_k_index [T, K]``: rows, and a record to combine."""

@@ -105,7 +105,9 @@ def time_dispatchers(
     return Timing(dict(zip(samples, medians.tolist(), strict=True)), dict(reasons or {}))
 
 
-# What was decided, by (group, experts, hidden, top-k): layers alike share one decision. Lives as long as the process.
+# What was decided, by (group, experts, hidden, top-k, dtype, shapes of plain experts): layers alike share one
+# decision. The number of tokens is not in it: it differs from rank to rank, and all must decide in the same step.
+# Lives as long as the process.
 _decisions: dict[tuple[Any, ...], Timing] = {}
 
 
@@ -139,7 +141,9 @@ class AutoDispatcher(Dispatcher):
         return self.candidates[self.chosen or next(iter(self.candidates))]
 
     def _decide(self, hidden_states: Tensor, index: Tensor, weights: Tensor, experts: LocalExperts) -> str:
-        key = (self.group, self.num_experts, hidden_states.shape[1], index.shape[1])
+        self._drop_unusable(index.shape[1], hidden_states.dtype, experts)
+        sizes = tuple(tuple(weight.shape) for weight in experts.weights()) if experts.is_plain_swiglu else None
+        key = (self.group, self.num_experts, hidden_states.shape[1], index.shape[1], hidden_states.dtype, sizes)
         if key not in _decisions:
             hidden = hidden_states.detach().requires_grad_()
             routing = weights.detach().requires_grad_()
@@ -155,6 +159,15 @@ class AutoDispatcher(Dispatcher):
                     timing.table(),
                 )
         return _decisions[key].fastest
+
+    def _drop_unusable(self, top_k: int, dtype: torch.dtype, experts: LocalExperts) -> None:
+        """Leave out candidates whose limits show at the first call only; the same ones on every rank."""
+        for name, dispatcher in list(self.candidates.items()):
+            try:
+                dispatcher.check_call(top_k, dtype, experts)
+            except ValueError as error:
+                self.reasons[name] = str(error)
+                del self.candidates[name]
 
     def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[ReceivedRows, Any]:
         """The current choice's."""

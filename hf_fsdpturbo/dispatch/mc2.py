@@ -135,20 +135,24 @@ class Mc2Dispatcher(Dispatcher):
         ends_L = received_PL.view(self.group_size, -1).sum(0).cumsum(0).int()
         return Mc2Plan(torch.argsort(expert_N, stable=True), out_counts, in_counts, ends_L)
 
-    def __call__(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
-    ) -> Tensor:
+    def check_call(self, top_k: int, dtype: torch.dtype, experts: LocalExperts) -> None:
         """See :class:`hf_fsdpturbo.dispatch.Dispatcher`.
 
         Raises:
             ValueError: the experts are not a plain SwiGLU, or top-k or dtype is out of the operators' range.
         """
-        top_k = top_k_index.shape[1]
-        check_mc2(self.group_size, self.num_experts, self._device_type, top_k, hidden_states.dtype)
+        check_mc2(self.group_size, self.num_experts, self._device_type, top_k, dtype)
         if not experts.is_plain_swiglu:
             raise ValueError(
                 "ep_dispatcher='mc2' computes plain gated SwiGLU experts only. Use 'fused' or 'eager' for this model."
             )
+
+    def __call__(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
+    ) -> Tensor:
+        """See :class:`hf_fsdpturbo.dispatch.Dispatcher`; raises what :meth:`check_call` does."""
+        top_k = top_k_index.shape[1]
+        self.check_call(top_k, hidden_states.dtype, experts)
         assert self.group is not None
         gate_up, down = experts.weights()
         plan = self.plan(top_k_index)

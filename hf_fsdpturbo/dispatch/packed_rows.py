@@ -78,7 +78,7 @@ class _Pack(torch.autograd.Function):
         # is issued while the counts travel to the host, and only the exchange is left to issue after.
         most = hidden_TD.shape[0] * min(ranks, layout.top_k)
         packed = hidden_TD.new_empty(most, layout.width)
-        plan.ops.scatter_rows(hidden_TD, plan.routing.row_position_TK, layout.rows(packed))
+        plan.ops.scatter_rows(hidden_TD, plan.routing.row_position_TK, layout.rows(packed), roomy=True)
         plan.place()
         plan.ops.write_pairs(plan.routing, plan.slots_TK, weights_TK, layout.slots(packed), layout.weights(packed))
         plan.finish()

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -124,14 +124,16 @@ def _calls_topk(module: nn.Module) -> bool:
     return False
 
 
-def find_routers(model: nn.Module, experts_name: str = "experts") -> dict[str, nn.Module]:
-    """Modules that choose experts: those with top-k in their code, in or at the parent of a module called
-    ``experts``."""
+def find_routers(model: nn.Module, experts: Collection[str] = ()) -> dict[str, nn.Module]:
+    """Modules that choose experts: those with top-k in their code, at the parent of an experts module or below it.
+
+    Experts modules are those called ``experts``, and those whose full names are in ``experts``.
+    """
     modules = dict(model.named_modules())
     routers: dict[str, nn.Module] = {}
     for name in modules:
         parent_name, _, leaf = name.rpartition(".")
-        if leaf != experts_name or parent_name not in modules:
+        if (leaf != "experts" and name not in experts) or parent_name not in modules:
             continue
         for inner_name, inner in modules[parent_name].named_modules(prefix=parent_name):
             if _calls_topk(inner):
@@ -151,12 +153,16 @@ def _tape_router(router: nn.Module) -> None:
     router.forward = taped_forward  # type: ignore[method-assign]
 
 
-def install_routing_tape(model: nn.Module) -> list[str]:
+def install_routing_tape(model: nn.Module, experts: Collection[str] = ()) -> list[str]:
     """Make activation checkpointing of ``model`` replay its routing. Call once, before checkpointing is switched on.
 
     Wraps the routers' forward and, on this instance, ``_set_gradient_checkpointing`` (where Transformers hands its
     checkpoint function to the layers): a function in ``gradient_checkpointing_kwargs`` would not survive
     ``TrainingArguments.to_json_string``.
+
+    Args:
+        model: whose layers are checkpointed.
+        experts: names of experts modules that are not called ``experts``.
 
     Returns:
         Names of the routers found.
@@ -164,7 +170,7 @@ def install_routing_tape(model: nn.Module) -> list[str]:
     Raises:
         ValueError: at switch-on, ``use_reentrant=True`` or a ``context_fn`` of the user's own.
     """
-    routers = find_routers(model)
+    routers = find_routers(model, experts)
     for router in routers.values():
         _tape_router(router)
     set_checkpointing = getattr(model, "_set_gradient_checkpointing", None)

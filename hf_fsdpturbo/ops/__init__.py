@@ -64,8 +64,13 @@ class OpSet(Protocol):
         out_SD: Tensor,
         weights_RK: Tensor | None = None,
         out_weights_S: Tensor | None = None,
+        *,
+        roomy: bool = False,
     ) -> None:
-        """``out[slots[r, k]] = rows[r]``, and ``out_weights[slots[r, k]] = weights[r, k]``."""
+        """``out[slots[r, k]] = rows[r]``, and ``out_weights[slots[r, k]] = weights[r, k]``.
+
+        Every row of ``out`` is some slot, unless ``roomy``: then it may have more, with any content.
+        """
 
     def gather_sum(
         self,

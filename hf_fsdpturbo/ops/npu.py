@@ -67,11 +67,13 @@ def scatter_rows(
     out_SD: Tensor,
     weights_RK: Tensor | None = None,
     out_weights_S: Tensor | None = None,
+    *,
+    roomy: bool = False,
 ) -> None:
     """See :class:`hf_fsdpturbo.ops.OpSet`. Full maps (K slots a row) are one operator; others K scatters, no host
-    sync."""
+    sync. As many slots as entries mean a full map only where every row of ``out`` is a slot."""
     num_slots = out_SD.shape[0]
-    if slots_RK.numel() == num_slots:
+    if not roomy and slots_RK.numel() == num_slots:
         out_SD.copy_(load_torch_npu().npu_moe_token_permute(rows_RD, slots_RK)[0])
     else:
         wide = out_SD.new_empty(num_slots + 1, out_SD.shape[1])  # the last row takes what has no slot

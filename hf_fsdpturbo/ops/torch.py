@@ -74,6 +74,8 @@ def scatter_rows(
     out_SD: Tensor,
     weights_RK: Tensor | None = None,
     out_weights_S: Tensor | None = None,
+    *,
+    roomy: bool = False,
 ) -> None:
     """See :class:`hf_fsdpturbo.ops.OpSet`."""
     row, k = (slots_RK >= 0).nonzero(as_tuple=True)

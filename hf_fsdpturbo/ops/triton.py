@@ -349,6 +349,8 @@ def scatter_rows(
     out_SD: Tensor,
     weights_RK: Tensor | None = None,
     out_weights_S: Tensor | None = None,
+    *,
+    roomy: bool = False,
 ) -> None:
     """See :class:`hf_fsdpturbo.ops.OpSet`. Each row is read once and written to its slots."""
     if slots_RK.shape[0] == 0:

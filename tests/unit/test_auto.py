@@ -68,3 +68,16 @@ def test_inside_checkpointing():
     install_routing_tape(model)
     enable(model)
     assert off(gradients(model), want) < 1e-5
+
+
+def test_candidates_whose_limits_show_at_the_call_are_left_out(monkeypatch):
+    dispatcher = AutoDispatcher(None, 8)
+    last = list(dispatcher.candidates)[-1]
+
+    def refuse(top_k, dtype, experts):
+        raise ValueError("top_k is out of range")
+
+    monkeypatch.setattr(dispatcher.candidates[last], "check_call", refuse)
+    dispatcher._drop_unusable(1, torch.float32, None)
+    assert last not in dispatcher.candidates
+    assert dispatcher.reasons[last] == "top_k is out of range"

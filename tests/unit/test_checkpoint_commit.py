@@ -73,6 +73,14 @@ def test_rotation(tmp_path, limit, best, left):
     assert not (tmp_path / commit.DELETING).exists()
 
 
+def test_rotation_keeps_the_one_just_made(tmp_path):
+    """Resumed from an earlier step, or started again in the same folder: the highest step is not the newest."""
+    for step in (200, 300, 400, 250):
+        make(tmp_path, step)
+    commit.rotate(str(tmp_path), 2, None, str(tmp_path / "checkpoint-250"))
+    assert [step for step, _ in commit.checkpoints(str(tmp_path))] == [250, 400]
+
+
 def test_rotation_never_counts_the_unfinished(tmp_path):
     make(tmp_path, 1)
     (tmp_path / "checkpoint-2").mkdir()
@@ -92,6 +100,8 @@ def test_a_half_deleted_checkpoint_is_not_taken_for_one(tmp_path, monkeypatch):
 def test_together_in_one_process():
     with pytest.raises(CheckpointError, match="writing failed: OSError: disk"), together("writing"):
         raise OSError("disk")
+    with pytest.raises(CheckpointError, match="No space left"), together("writing"):
+        raise Exception("No space left on device (os error 28)")  # what tokenizers raises
     with pytest.raises(KeyboardInterrupt), together("writing"):
         raise KeyboardInterrupt
 
@@ -160,3 +170,36 @@ def test_a_foreign_model_is_named(tmp_path):
         dcp.load_model(str(tmp_path / "dcp"), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
     with pytest.raises(CheckpointError, match="another dtype"):
         dcp.load_model(str(tmp_path / "dcp"), small(1)[0].bfloat16())
+
+
+def test_milestones_of_a_chain_are_not_by_group():
+    """One saved group, one milestone: a list of one entry a group, by its length."""
+    state = {"_milestones": [2], "_last_lr": [0.1], "_schedulers": [{"base_lrs": [0.1]}, {"base_lrs": [0.2]}]}
+    followed = scheduler.follow_groups(state, 1, [0, 0, 0])
+    assert followed["_milestones"] == [2]
+    assert followed["_last_lr"] == [0.1] * 3
+    assert [inner["base_lrs"] for inner in followed["_schedulers"]] == [[0.1] * 3, [0.2] * 3]
+
+
+def test_a_failing_rank_asks_nobody_about_a_background_save(monkeypatch):
+    """The others may never come to a collective: waiting for them would hide the error and keep the process."""
+    from types import SimpleNamespace
+
+    from hf_fsdpturbo.checkpoint import hooks
+
+    class Loop:
+        def train(self, *args, **kwargs):
+            raise RuntimeError("out of memory")
+
+    class Trainer(hooks.CheckpointHooks, Loop):
+        pass
+
+    waited = []
+    trainer = Trainer()
+    trainer.args = SimpleNamespace(save_on_each_node=False, push_to_hub=False)
+    trainer.async_save = True
+    trainer._background = SimpleNamespace(wait=lambda: waited.append(True))
+    monkeypatch.setattr(hooks, "agree", lambda *args: pytest.fail("a collective on the way out"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert waited == [True]

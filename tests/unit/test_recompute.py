@@ -210,3 +210,17 @@ def test_routers_of_other_families_are_found(family):
     routers = find_routers(model)
     assert len(routers) == 2, sorted(routers)
     assert not any("attn" in name for name in routers)
+
+
+def test_experts_of_another_name():
+    """A spec may name them otherwise: their router is found by the name of the experts module."""
+
+    class Router(torch.nn.Module):
+        def forward(self, x):
+            return torch.topk(x, 2)
+
+    block = torch.nn.Module()
+    block.gate, block.moe_experts = Router(), torch.nn.Linear(2, 2)
+    model = torch.nn.ModuleList([block])
+    assert not find_routers(model)
+    assert list(find_routers(model, ["0.moe_experts"])) == ["0.gate"]
