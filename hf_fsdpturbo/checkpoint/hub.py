@@ -176,7 +176,7 @@ class _Writer:
             if file.writer == rank():
                 try:
                     self._open(file, path)
-                except OSError as error:
+                except FAILURES as error:
                     self.error = error
 
     def _open(self, file: File, path: str) -> None:
