@@ -53,8 +53,8 @@ class FSDPTurboEPModelSpec:
     Attributes:
         model_type: ``config.model_type`` it is for.
         ep_modules: patterns of the experts modules (stacked weights, one expert a row of dim 0).
-        ep_fsdp_modules: patterns of the modules EFSDP wraps. The experts themselves: wrapping the MoE block round them
-            would leave router and shared-expert gradients unreduced over ep.
+        ep_fsdp_modules: patterns of the modules EFSDP wraps. They must name the experts themselves (checked against
+            the model): wrapping the MoE block round them would leave router and shared-expert gradients unreduced.
         prepare_fn: called with the model before it is sharded, or None.
     """
 
@@ -115,19 +115,26 @@ class FSDPTurboEPModelSpec:
         """Experts modules by name, in model order.
 
         Raises:
-            ValueError: no module matches.
+            ValueError: no module matches, or ``ep_fsdp_modules`` names others.
         """
-        found = {
-            name: module
-            for name, module in model.named_modules()
-            if any(name_matches(pattern, name) for pattern in self.ep_modules)
-        }
+        found = _matching(model, self.ep_modules)
         if not found:
             raise ValueError(
                 f"The EP spec of model_type={self.model_type!r} looks for {list(self.ep_modules)}, but no module of "
                 f"{type(model).__name__} has such a name. Register patterns that match model.named_modules()."
             )
+        wrapped = _matching(model, self.ep_fsdp_modules)
+        if differing := sorted(wrapped.keys() ^ found.keys()):
+            raise ValueError(
+                f"The EP spec of model_type={self.model_type!r}: ep_fsdp_modules {list(self.ep_fsdp_modules)} must "
+                f"name the experts themselves, as ep_modules {list(self.ep_modules)} does, but they differ in "
+                f"{differing[:4]}. Leave ep_fsdp_modules out."
+            )
         return found
+
+
+def _matching(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
+    return {n: module for n, module in model.named_modules() if any(name_matches(pattern, n) for pattern in patterns)}
 
 
 def _alias_hidden_size(model: nn.Module) -> None:

@@ -9,7 +9,6 @@ finds a model that accelerate takes for prepared, and runs unchanged.
 from __future__ import annotations
 
 import gc
-import inspect
 from datetime import timedelta
 from typing import Any, cast
 
@@ -28,9 +27,16 @@ from hf_fsdpturbo.evaluation import EvaluateOnce
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize import ShardingReport
 from hf_fsdpturbo.parallelize.build import build_model, reload_weights, shard_given_model
+from hf_fsdpturbo.parallelize.given_arguments import GivenArguments
 from hf_fsdpturbo.parallelize.merged_export import export_merged
 from hf_fsdpturbo.parallelize.reference import add_reference, hash_shards, trainer_functions_replaced
-from hf_fsdpturbo.parallelize.refusals import aux_loss_warning, refuse_images, refuse_model
+from hf_fsdpturbo.parallelize.refusals import (
+    aux_loss_warning,
+    refuse_images,
+    refuse_model,
+    refuse_optimizers,
+    refuse_unsharded,
+)
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
 
@@ -53,8 +59,8 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
     _peft_model: nn.Module | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs)
-        given = bound.arguments
+        behind = type(self).__mro__[type(self).__mro__.index(FSDPTurboTrainerMixin) + 1 :]
+        given = GivenArguments(super().__init__, behind, args, kwargs)
         config = given.get("args")
         if not isinstance(config, FSDPTurboArguments):
             raise ValueError(
@@ -62,17 +68,18 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
                 "FSDPTurboTrainingArguments, FSDPTurboSFTConfig, FSDPTurboDPOConfig or FSDPTurboRewardConfig."
             )
         refuse_model(given)
+        refuse_optimizers(given, config.world_size)
         seed = cast(Any, config).seed
         enable_full_determinism(seed) if cast(Any, config).full_determinism else set_seed(seed)
         self._set_up_meshes(config)
         init_kwargs = getattr(config, "model_init_kwargs", None)
-        add_reference(type(self), bound, config, self.parallel_state)
+        add_reference(type(self), given, config, self.parallel_state)
         self._shard_models(given, config)
         if hasattr(config, "model_init_kwargs"):
             config.model_init_kwargs = None  # used up; TRL would warn that a model object ignores it
         try:
             with trainer_functions_replaced(type(self), **self._trl_functions()):
-                super().__init__(*bound.args, **bound.kwargs)
+                super().__init__(*given.args, **given.kwargs)
         finally:
             if hasattr(config, "model_init_kwargs"):
                 config.model_init_kwargs = init_kwargs
@@ -89,7 +96,7 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         timeout = timedelta(seconds=config.dist_timeout)
         self.parallel_state = FSDPTurboParallelState.initialize(topology, config.device.type, timeout=timeout)
 
-    def _shard_models(self, given: dict[str, Any], config: FSDPTurboArguments) -> None:
+    def _shard_models(self, given: GivenArguments, config: FSDPTurboArguments) -> None:
         """Replace ``model`` in the parent's arguments by the sharded one.
 
         With ``peft_config`` the parent gets the base model and takes our PEFT model from ``get_peft_model``.
@@ -113,6 +120,7 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
     def _finish_set_up(self, config: FSDPTurboArguments) -> None:
         """Warm up communicators and print one summary on rank 0."""
         if self.parallel_state is not None:
+            refuse_unsharded(self.model, self.sharding_report is not None)
             reshard(self.model)  # log-probabilities computed ahead have left the root whole
             grad_norm.warm_up(self.model)
         if config.process_index == 0:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from hf_fsdpturbo import context_parallel
 from hf_fsdpturbo.dispatch.recompute import install_routing_tape
 from hf_fsdpturbo.kernels import KernelReport, apply_kernels
-from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec, name_matches
+from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
+from hf_fsdpturbo.parallelize.ignored_modules import check_patterns, compute_in, ignored_parameters
 from hf_fsdpturbo.parallelize.routed_experts import expert_options, route_experts
 from hf_fsdpturbo.sharding import upstream
 from hf_fsdpturbo.sharding.expert_fsdp import check_expert_shards
@@ -64,15 +66,27 @@ class ShardingReport:
         return "\n".join(f"[hf_fsdpturbo] {line}" for line in lines)
 
 
-def fsdp_options(args: FSDPTurboArguments) -> dict[str, Any]:
-    """Arguments of ``fully_shard`` for the outer units: bf16 compute, float32 reduction when ``bf16``."""
+def fsdp_options(args: FSDPTurboArguments, model: nn.Module | None = None) -> dict[str, Any]:
+    """Arguments of ``fully_shard`` for the outer units: bf16 compute, float32 reduction when ``bf16``.
+
+    Without ``bf16`` everything is as stored, but a ``model`` stored in half precision is reduced in float32 too.
+    """
     params = args.fsdpturbo_params
-    bf16 = bool(getattr(args, "bf16", False))
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy()
+    if getattr(args, "bf16", False):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    elif half_precision(model):
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": params.reshard_after_forward}
     if params.offload_params:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=params.pin_memory)
     return options
+
+
+def half_precision(model: nn.Module | None) -> str | None:
+    """Name of a half-precision dtype that parameters are stored in, if there are such."""
+    stored = {parameter.dtype for parameter in model.parameters()} if model is not None else set()
+    return next((str(dtype) for dtype in (torch.bfloat16, torch.float16) if dtype in stored), None)
 
 
 def find_experts(model: PreTrainedModel, topology_ep_size: int) -> dict[str, nn.Module]:
@@ -91,28 +105,33 @@ def find_experts(model: PreTrainedModel, topology_ep_size: int) -> dict[str, nn.
     return spec.find_experts(model)
 
 
-def check_model(model: PreTrainedModel, args: FSDPTurboArguments, state: FSDPTurboParallelState) -> dict[str, int]:
-    """Sizes of the model against the meshes, before anything is changed: number of experts by module name.
+def check_model(
+    model: PreTrainedModel, args: FSDPTurboArguments, state: FSDPTurboParallelState
+) -> tuple[dict[str, int], list[str]]:
+    """Sizes of the model against the meshes, before anything is changed.
+
+    Returns the number of experts by module name, and notes for the summary.
 
     Raises:
         ValueError: naming field, value, rule, layer.
     """
-    sizes = state.topology
+    sizes, params = state.topology, args.fsdpturbo_params
     counts: dict[str, int] = {}
+    notes: list[str] = []
     if sizes.cp_size > 1:
         context_parallel.check_model(model, sizes.cp_size)
     for name, module in find_experts(model, sizes.ep_size).items():
         counts[name] = check_experts(module, name, sizes.ep_size)
         check_expert_shards(module, name, counts[name] // sizes.ep_size, sizes.expert_shard_size)
-    if args.fsdpturbo_params.ep_backend == "fsdp_turbo":
-        upstream.check_upstream(args.fsdpturbo_params, model, state.device_type)
-    for pattern in args.fsdpturbo_params.fsdp_ignored_modules:
-        if not any(name_matches(pattern, name) for name, _ in model.named_modules()):
-            raise ValueError(
-                f"fsdp_ignored_modules: the pattern {pattern!r} matches no module of {type(model).__name__}. Use "
-                "names as model.named_modules() gives them, with {*} for a number."
-            )
-    return counts
+    if params.ep_backend == "fsdp_turbo":
+        notes += upstream.check_upstream(params, model, state.device_type)
+    check_patterns(model, params.fsdp_ignored_modules, _parameters(model, counts))
+    if not getattr(args, "bf16", False) and (stored := half_precision(model)):
+        notes.append(
+            f"bf16=False, but parameters are stored in {stored}: they compute in it, and are reduced in float32. "
+            "Set bf16=True, or load the model in float32"
+        )
+    return counts, notes
 
 
 def parallelize_model(
@@ -126,16 +145,17 @@ def parallelize_model(
     """
     params = args.fsdpturbo_params
     report = ShardingReport(state.topology.to_dict(), params.ep_dispatcher)
-    counts = check_model(model, args, state)
+    counts, notes = check_model(model, args, state)
+    report.notes += notes
     report.kernels = apply_kernels(model, args.kernel_params, state.device_type)
     if state.topology.cp_size > 1:
         context_parallel.install(model, state.cp_mesh)
     else:
         context_parallel.keep_documents_apart(model)
-    options = fsdp_options(args)
+    options = fsdp_options(args, model)
     unmanaged: set[nn.Parameter] = set()
     if params.ep_backend == "fsdp_turbo" and counts:
-        report.notes += _route_upstream(model, counts, args, state)
+        report.notes += _route_upstream(model, counts, args, state, options)
     else:
         for name, num_experts in counts.items():
             module = model.get_submodule(name)
@@ -143,11 +163,12 @@ def parallelize_model(
             if experts.gradient_divisor is not None:
                 unmanaged.update(module.parameters())
         install_routing_tape(model)
-    ignored = {parameter for name in counts for parameter in model.get_submodule(name).parameters()}
+    ignored = _parameters(model, counts)
     report.num_experts = max(counts.values(), default=0)
     report.expert_modules, report.ignored_parameters = len(counts), len(ignored)
     report.expert_parameters = sum(parameter.numel() for parameter in ignored)
-    free = _ignored_parameters(model, params.fsdp_ignored_modules) - ignored
+    free = ignored_parameters(model, params.fsdp_ignored_modules) - ignored
+    compute_in(model, free, options["mp_policy"].param_dtype)
     root = _root_options(model, options)
     units = outer_fully_shard(model, state.dense_mesh, ignored=ignored | free, options=options, root_options=root)
     report.dense_units = len(units)
@@ -159,7 +180,11 @@ def parallelize_model(
 
 
 def _route_upstream(
-    model: nn.Module, counts: dict[str, int], args: FSDPTurboArguments, state: FSDPTurboParallelState
+    model: nn.Module,
+    counts: dict[str, int],
+    args: FSDPTurboArguments,
+    state: FSDPTurboParallelState,
+    options: dict[str, Any],
 ) -> list[str]:
     """EP and EFSDP by the fsdp_turbo library; returns notes for the summary."""
     params, topology, names = args.fsdpturbo_params, state.topology, list(counts)
@@ -174,7 +199,7 @@ def _route_upstream(
         params=params,
         divide_factor=factor,
         num_local_experts=counts[names[0]] // topology.ep_size,
-        options=expert_options(fsdp_options(args)),
+        options=expert_options(options),
     )
 
 
@@ -195,10 +220,5 @@ def _root_options(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     return {"mp_policy": MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, output_dtype=torch.float32)}
 
 
-def _ignored_parameters(model: nn.Module, patterns: list[str]) -> set[nn.Parameter]:
-    return {
-        parameter
-        for name, module in model.named_modules()
-        if any(name_matches(pattern, name) for pattern in patterns)
-        for parameter in module.parameters()
-    }
+def _parameters(model: nn.Module, names: Iterable[str]) -> set[nn.Parameter]:
+    return {parameter for name in names for parameter in model.get_submodule(name).parameters()}

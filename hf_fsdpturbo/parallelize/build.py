@@ -28,12 +28,14 @@ from hf_fsdpturbo.parallelize.initial_weights import (
     own_class,
     weights_from_rank0,
 )
+from hf_fsdpturbo.parallelize.same_on_all_ranks import check_same_model
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
 from hf_fsdpturbo.weights import (
     load_sharded,
     load_whole,
     raised_on_every_rank,
     share_random_state,
+    store_parameters,
 )
 
 if TYPE_CHECKING:
@@ -173,18 +175,21 @@ def shard_given_model(
     It may be a PEFT model; with ``peft_config`` a sharded run makes it one.
 
     Raises:
-        ValueError: sizes do not fit the model.
+        ValueError: sizes do not fit the model, or the ranks hold different models.
     """
+    base = model.get_base_model() if is_peft(model) else model
     storage = STORAGE_DTYPES.get(config.fsdpturbo_params.param_storage_dtype)
     if storage is not None:
-        model = model.to(storage)
+        store_parameters(model, base, storage)
     if state is None:
         return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     set_seed(cast(Any, config).seed)  # where TRL does it too, before it draws an adapter
     adapter = Adapter(peft_config, model)
-    base = model.get_base_model() if is_peft(model) else model
+    check_same_model(model)
     check_gradient_scale(state, fsdp_options(config))
     base, report = adapter.parallelize(base, config, state)
+    if config.init_params.name != "init_on_meta":
+        report.notes.append(f"init_config {config.init_params.name} has no effect: model is an object, not a path")
     _place_unsharded(base, config.device)
     return adapter.finish(_filled(base, config, use_dcp_path), _shard_device(config)), report
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from hf_fsdpturbo.checkpoint.adapters import is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.adapters import refuse_second_adapter
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
+from hf_fsdpturbo.parallelize.given_arguments import GivenArguments
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
 ONLINE_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
@@ -27,7 +27,7 @@ ONLINE_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 
 def add_reference(
     trainer_class: type,
-    bound: inspect.BoundArguments,
+    given: GivenArguments,
     config: FSDPTurboArguments,
     state: FSDPTurboParallelState | None,
 ) -> None:
@@ -46,9 +46,8 @@ def add_reference(
                 f"{cls.__name__} is not supported: it loads a whole reference model on every rank and generates while "
                 "it trains. Use SFT, DPO, KTO or reward training."
             )
-    if "ref_model" not in bound.signature.parameters:
+    if not given.takes("ref_model"):
         return
-    given = bound.arguments
     policy, reference = given.get("model"), given.get("ref_model")
     if reference is None:
         if state is not None and given.get("peft_config") is None and is_peft(policy):
@@ -74,7 +73,7 @@ def add_reference(
     given["ref_model"] = reference
 
 
-def _needs_none(given: dict[str, Any], config: FSDPTurboArguments) -> bool:
+def _needs_none(given: GivenArguments, config: FSDPTurboArguments) -> bool:
     adapted = given.get("peft_config") is not None or is_peft(given.get("model"))
     return adapted or bool(getattr(config, "precompute_ref_log_probs", False))
 

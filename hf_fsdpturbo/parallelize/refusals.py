@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch.distributed.tensor import DTensor
+
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.parallelize.given_arguments import GivenArguments
 
 IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "image_sizes")
 
 
-def refuse_model(given: dict[str, Any]) -> None:
+def refuse_model(given: GivenArguments) -> None:
     """Refuse trainer arguments that build or change the model past our loader (spec section 14).
 
     Args:
-        given: the trainer's bound arguments by name.
+        given: the trainer's arguments by name.
 
     Raises:
         ValueError: naming the argument.
@@ -33,6 +36,37 @@ def refuse_model(given: dict[str, Any]) -> None:
         )
     if getattr(config, "quantization_config", None) is not None or getattr(model, "hf_quantizer", None) is not None:
         raise ValueError("model is quantised, which is not supported: load it unquantised.")
+
+
+def refuse_optimizers(given: GivenArguments, world_size: int) -> None:
+    """Refuse an optimizer, or a scheduler (which holds one), made before the parameters are replaced by shards.
+
+    It would go on updating the old ones: nothing would train, without an error.
+
+    Raises:
+        ValueError: naming what was given.
+    """
+    pair = given.get("optimizers") or ()
+    found = [kind for kind, value in zip(("optimizer", "scheduler"), pair, strict=False) if value is not None]
+    if world_size > 1 and found:
+        raise ValueError(
+            f"optimizers has a {' and a '.join(found)} made before the model is sharded, which would train parameters "
+            "that the model no longer has. Pass optimizer_cls_and_kwargs (or optim and lr_scheduler_type), or "
+            "override create_optimizer and create_scheduler, which are called on the sharded model."
+        )
+
+
+def refuse_unsharded(model: Any, was_sharded: bool) -> None:
+    """Refuse to go on in a run of several processes whose model did not come through our loader.
+
+    Raises:
+        ValueError: the trainer's own ``__init__`` made or replaced the model.
+    """
+    if not was_sharded or not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            f"The trainer's model ({type(model).__name__}) was not sharded: a class behind FSDPTurboTrainerMixin "
+            "makes it in its own __init__. Take model (a path or an object) as an argument there, and pass it on."
+        )
 
 
 def refuse_images(inputs: Any, state: FSDPTurboParallelState | None) -> None:

@@ -88,6 +88,19 @@ def test_patterns_that_match_nothing_are_an_error(registry):
         spec.find_experts(_Model())
 
 
+@pytest.mark.parametrize("patterns", [["blocks.{*}"], ["no.such.module"], ["blocks.{0-1}.experts"]])
+def test_ep_fsdp_modules_must_be_the_experts(registry, patterns: list[str]):
+    """The block round them would leave its other parameters unreduced over ep (B2)."""
+    spec = FSDPTurboEPModelSpec.register("homemade", ep_modules=["blocks.{*}.experts"], ep_fsdp_modules=patterns)
+    with pytest.raises(ValueError, match=r"ep_fsdp_modules .* must name the experts .*differ in \['blocks"):
+        spec.find_experts(_Model())
+
+
+def test_ep_fsdp_modules_in_other_words(registry):
+    spec = FSDPTurboEPModelSpec.register("homemade", ep_modules=["blocks.{*}.experts"], ep_fsdp_modules=["*.experts"])
+    assert len(spec.find_experts(_Model())) == 3
+
+
 def _on_meta(config):
     from transformers import AutoModelForCausalLM
 
