@@ -201,6 +201,12 @@ class FSDPTurboArguments:
                 "average_tokens_across_devices=False: each rank's loss is averaged over its own tokens, so a token "
                 "weighs more on a rank that has few.",
             )
+        if self.world_size > 1 and getattr(self, "use_liger_kernel", False):
+            _warn_once(
+                "liger swiglu",
+                "use_liger_kernel: Liger's swiglu is off, as it would replace the experts' forward past the "
+                "dispatcher. Dense MLPs and shared experts run the model's own code too.",
+            )
         if not self.fsdpturbo_params.pin_memory and not self.fsdpturbo_params.offload_params:
             _warn_once("pin_memory", "dist_config pin_memory=False has no effect without offload_params.")
 

@@ -75,7 +75,7 @@ def check_type(name: str, value: Any, kind: Any) -> None:
     """Raise ValueError unless ``value`` is of the annotated type ``kind``, with no conversion of any sort."""
     if not _matches(value, kind):
         raise ValueError(
-            f"{name} must be {_kind_name(kind)}, but it is {value!r} ({type(value).__name__}). Change {name}."
+            f"{name} must be {_kind_name(kind)}, but it is {value!r} ({type(value).__name__}). Correct it."
         )
 
 
@@ -135,7 +135,10 @@ class KernelParams:
     def __post_init__(self) -> None:
         check_type("kernel_config chunk_size", self.chunk_size, int)
         if self.chunk_size not in CHUNK_SIZES:
-            raise ValueError(f"kernel_config chunk_size must be one of {CHUNK_SIZES}, but it is {self.chunk_size}.")
+            raise ValueError(
+                f"kernel_config chunk_size must be one of {CHUNK_SIZES}, but it is {self.chunk_size}. "
+                "Use one of these."
+            )
         _check_names("kernel_config name", self.name, KERNEL_NAMES)
         if self.include_kernels is not None:
             _check_names("kernel_config include_kernels", self.include_kernels, FLA_OPERATOR_NAMES)
@@ -148,7 +151,7 @@ class KernelParams:
             raise unknown_params("kernel_config", unknown, ["name", "include_kernels", "chunk_size"])
         if "name" not in config:
             raise ValueError(
-                f"kernel_config needs a name (a comma list of {KERNEL_NAMES}), but it is {dict(config)!r}."
+                f"kernel_config needs a name (a comma list of {KERNEL_NAMES}), but it is {dict(config)!r}. Add name."
             )
         names = _comma_list("kernel_config name", config["name"])
         fla_only = [key for key in ("include_kernels", "chunk_size") if key in config]
@@ -188,7 +191,8 @@ class InitParams:
 def _comma_list(name: str, value: Any) -> list[str]:
     if not isinstance(value, str):
         raise ValueError(
-            f"{name} must be a string, a comma list of names, but it is {value!r} ({type(value).__name__})."
+            f"{name} must be a string, a comma list of names, but it is {value!r} ({type(value).__name__}). Write "
+            "'first, second'."
         )
     return [part.strip() for part in value.split(",")]
 
@@ -199,7 +203,7 @@ def _check_names(name: str, values: list[str], valid: tuple[str, ...]) -> None:
         raise ValueError(f"{name} selects nothing. Name at least one of {valid}, or leave it out.")
     for value in values:
         if value not in valid:
-            raise ValueError(f"{name} {value!r} is unknown. Valid ones: {valid}.")
+            raise ValueError(f"{name} {value!r} is unknown; valid ones are {valid}. Use one of these.")
     if len(set(values)) != len(values):
         raise ValueError(f"{name} names something twice: {values}. Name each once.")
 

@@ -5,12 +5,23 @@ Rows of the decision table that show in the arguments; those that need the model
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, KernelParams
 
 # Parts of optimizer names whose state or update has not been proven on sharded tensors.
 _UNPROVEN_OPTIMIZERS = {"8bit": "8-bit", "4bit": "4-bit", "muon": "Muon"}
+# Fine in one process. On sharded parameters only an elementwise update is right by itself; that of AdamW, SGD, Adagrad
+# and RMSprop is, and schedule_free_* and grokadamw gave the same weights as in one process (2 gloo ranks, two meshes).
+_UNSHARDABLE_OPTIMIZERS = {
+    "adafactor": "it keeps row and column statistics of whole matrices (its first step fails on shards)",
+    "galore": "it projects whole matrices to a low rank",
+    "apollo": "it projects whole matrices to a low rank",
+    "lomo": "it updates inside the backward pass, before gradients are reduced",
+    "stable_adamw": "its update is scaled by the size of the whole tensor",
+    **dict.fromkeys(("ademamix", "lion", "paged", "bnb"), "bitsandbytes' kernels are unproven on sharded parameters"),
+}
 _MODEL_KWARGS = {
     "quantization_config": "quantised checkpoints are",
     "load_in_8bit": "quantised checkpoints are",
@@ -34,7 +45,7 @@ def refuse_unsupported(args: Any) -> None:
         ValueError: naming field, value, reason and fix.
     """
     _refuse_training_fields(args)
-    _refuse_optimizer(args)
+    _refuse_optimizer(args, _UNPROVEN_OPTIMIZERS, "{} optimizers are unproven on sharded experts")
     _refuse_parallelism(args)
     _refuse_backend_fields(args.fsdpturbo_params)
     _refuse_double_liger(args, args.kernel_params)
@@ -65,13 +76,11 @@ def _refuse_training_fields(args: Any) -> None:
         )
 
 
-def _refuse_optimizer(args: Any) -> None:
+def _refuse_optimizer(args: Any, table: dict[str, str], why: str) -> None:
     optimizer = str(getattr(args.optim, "value", args.optim))
-    for part, kind in _UNPROVEN_OPTIMIZERS.items():
+    for part, reason in table.items():
         if part in optimizer.lower():
-            raise _refused(
-                "optim", optimizer, f"{kind} optimizers are unproven on sharded experts", "Use adamw_torch."
-            )
+            raise _refused("optim", optimizer, why.format(reason), "Use adamw_torch.")
 
 
 def _refuse_parallelism(args: Any) -> None:
@@ -117,14 +126,56 @@ def _refuse_context_parallel(args: Any) -> None:
         )
 
 
-def settle_after_setup(args: Any) -> None:
-    """Checks that need what ``TrainingArguments.__post_init__`` has built, and the one setting that follows from them.
+def _keep_ligers_swiglu_out(args: Any) -> None:
+    """Set ``liger_kernel_config['swiglu']`` to False.
 
-    With ``cp_size > 1``, ``dispatch_batches`` becomes False: accelerate slices dispatched batches by global rank.
+    The Trainer lets Liger patch the model in ``train()``, after sharding, and Liger's swiglu is a patch of the routed
+    experts too: liger-kernel 0.8.5 overwrites their forward with ``LigerExperts``, which knows neither dispatcher nor
+    shards. One keyword covers experts and dense MLPs, so these keep the model's own code.
+    """
+    config = getattr(args, "liger_kernel_config", None) or {}
+    if config.get("swiglu"):
+        raise _refused(
+            "liger_kernel_config swiglu",
+            config["swiglu"],
+            "it replaces the forward of the experts, past the dispatcher",
+            "Leave swiglu out.",
+        )
+    args.liger_kernel_config = {**config, "swiglu": False}
+
+
+def _refuse_foreign_template(args: Any) -> None:
+    path = getattr(args, "chat_template_path", None)
+    if path is not None and not (Path(path).suffix in (".jinja", ".j2") and Path(path).is_file()):
+        raise _refused(
+            "chat_template_path",
+            path,
+            "unless it is a .jinja or .j2 file, TRL resizes the embeddings of the model, which is sharded by then",
+            "Save the template in a .jinja file, and resize the embeddings in the checkpoint if tokens are added.",
+        )
+
+
+def settle_after_setup(args: Any) -> None:
+    """Checks that need what ``TrainingArguments.__post_init__`` has built, and the settings that follow from them.
+
+    With ``cp_size > 1``, ``dispatch_batches`` becomes False: accelerate slices dispatched batches by global rank. In a
+    run of several processes, ``liger_kernel_config`` loses swiglu.
 
     Raises:
-        ValueError: ``split_batches`` or ``dispatch_batches=True`` with ``cp_size > 1``; an unsupported model keyword.
+        ValueError: ``split_batches`` or ``dispatch_batches=True`` with ``cp_size > 1``; an unsupported model keyword,
+            or an optimizer, chat template or Liger setting that cannot work on a sharded model.
     """
+    liger, kernels = getattr(args, "use_liger_kernel", False), args.kernel_params
+    if liger and kernels is not None and "auto" in kernels.name and args.device.type == "cuda":
+        raise ValueError(
+            "use_liger_kernel=True together with kernel_config name 'auto', which means Liger's kernels on cuda, "
+            "would patch the model twice. Keep one."
+        )
+    if args.world_size > 1:
+        _refuse_optimizer(args, _UNSHARDABLE_OPTIMIZERS, "{}")
+        _refuse_foreign_template(args)
+        if liger:
+            _keep_ligers_swiglu_out(args)
     kwargs = getattr(args, "model_init_kwargs", None) or {}
     for name, what in _MODEL_KWARGS.items():
         if isinstance(kwargs, dict) and kwargs.get(name):

@@ -32,8 +32,10 @@ class KernelReport:
 
 
 def _auto(model: nn.Module, params: KernelParams, device_type: str, applied: set[str]) -> Applied:
-    applied.add("liger" if device_type == "cuda" else "auto")
-    return apply_auto(model, device_type)
+    result = apply_auto(model, device_type)
+    if device_type == "cuda" and result.num_modules:
+        applied.add("liger")
+    return result
 
 
 def _liger(model: nn.Module, params: KernelParams, device_type: str, applied: set[str]) -> Applied:

@@ -18,31 +18,66 @@ _FOREIGN_FLAGS = {
 }
 
 
+# Programs that run another one in their own process, and their options that take the next word as their value (of an
+# option that ends in "-", any continuation).
+_RUNNERS = {
+    "debugpy": ("--listen", "--connect", "--log-to", "--adapter-access-token", "--parent-session-pid", "--configure-"),
+    "coverage": (
+        "--concurrency", "--context", "--data-file", "--debug", "--include", "--omit", "--rcfile", "--save-signal",
+        "--source",
+    ),
+}  # fmt: skip
+_INTERPRETER_OPTIONS = ("-W", "-X", "--check-hash-based-pycs")
+
+
 def launch_arguments(argv: Sequence[str]) -> list[str] | None:
     """The arguments of ``accelerate launch`` in a process' command line, or None if it is another program.
 
-    Knows ``accelerate launch``, ``accelerate-launch``, both started through an interpreter, and
-    ``python -m accelerate.commands.launch`` / ``python -m accelerate.commands.accelerate_cli launch``.
+    Knows ``accelerate launch``, ``accelerate-launch``, both started through an interpreter,
+    ``python -m accelerate.commands.launch`` / ``python -m accelerate.commands.accelerate_cli launch``, and each of
+    these run by debugpy or coverage.
     """
     rest = list(argv)
     if rest and PurePath(rest[0]).name.lower().startswith(("python", "pypy")):
-        rest = rest[1:]
-        while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
-            rest = rest[2:] if rest[0] in ("-W", "-X", "--check-hash-based-pycs") else rest[1:]
-    if not rest:
-        return None
-    if rest[0] == "-m":
-        name, rest = (rest[1] if len(rest) > 1 else ""), rest[2:]
-    else:
-        path = PurePath(rest[0])
-        name, rest = path.name.removesuffix(".exe"), rest[1:]
-        if path.parts[-3:-1] == ("accelerate", "commands"):  # ``-m`` is not always kept in the command line
-            name = f"accelerate.commands.{path.stem}"
-    if name in ("accelerate-launch", "accelerate.commands.launch"):
-        return rest
-    if name in ("accelerate", "accelerate.commands.accelerate_cli") and rest[:1] == ["launch"]:
-        return rest[1:]
+        rest = _after_options(rest[1:], _INTERPRETER_OPTIONS)
+    while (target := _target(rest)) is not None:
+        name, rest = target
+        if name in ("accelerate-launch", "accelerate.commands.launch"):
+            return rest
+        if name in ("accelerate", "accelerate.commands.accelerate_cli"):
+            return rest[1:] if rest[:1] == ["launch"] else None
+        if name not in _RUNNERS:
+            return None
+        if name == "coverage":
+            if rest[:1] != ["run"]:
+                return None
+            rest = rest[1:]
+        rest = _after_options(rest, _RUNNERS[name])
     return None
+
+
+def _after_options(words: list[str], with_value: tuple[str, ...]) -> list[str]:
+    """``words`` from the program on: a path, or ``-m`` and a module."""
+    while words and words[0].startswith("-") and words[0] not in ("-m", "-c", "-", "--module", "--pid"):
+        separate = any(words[0] == name or (name[-1] == "-" and words[0].startswith(name)) for name in with_value)
+        words = words[2:] if separate and "=" not in words[0] else words[1:]
+    return words
+
+
+def _target(words: list[str]) -> tuple[str, list[str]] | None:
+    """(name of a program or module, its arguments)."""
+    if not words:
+        return None
+    if words[0] in ("-m", "--module"):
+        name, rest = (words[1] if len(words) > 1 else ""), words[2:]
+        return name.removesuffix(".__main__"), rest
+    path = PurePath(words[0])
+    name = path.name.removesuffix(".exe")
+    if path.parts[-3:-1] == ("accelerate", "commands"):  # ``-m`` is not always kept in the command line
+        name = f"accelerate.commands.{path.stem}"
+    elif path.name == "__main__.py" and len(path.parts) > 1:  # a package run by its path, as IDEs do
+        name = path.parts[-2]
+    return name, words[1:]
 
 
 def nearest_accelerate() -> tuple[list[str], str] | None:

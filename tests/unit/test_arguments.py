@@ -281,6 +281,20 @@ def test_a_bad_kernel_config_is_an_error(build, config, words):
     raises_naming(lambda: build(kernel_config=config), *words)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [{**FLA, "chunk_size": 48}, {"name": "fla"}, {"name": ["auto"]}, {"chunk_size": 16}, {**FLA, "chunk_size": "64"},
+     {"name": ""}, {"name": "auto, auto"}, {"name": "auto", "chunk_size": 64}],
+    ids=str,
+)  # fmt: skip
+def test_an_error_of_kernel_config_ends_with_what_to_do(build, config):
+    with pytest.raises(ValueError, match="kernel_config") as caught:
+        build(kernel_config=config)
+    last = str(caught.value).rsplit(". ", 1)[-1]
+    assert last.split()[0] in ("Use", "Add", "Write", "Correct", "Name", "Leave"), str(caught.value)
+    assert str(caught.value).count("kernel_config") == 1
+
+
 def test_init_config(build):
     assert build(init_config={"name": "init_on_rank0"}).init_params.name == "init_on_rank0"
     raises_naming(lambda: build(init_config={"name": "init_on_disk"}), "init_config name", "'init_on_disk'")

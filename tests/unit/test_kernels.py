@@ -9,6 +9,7 @@ from packaging.version import Version
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
 from hf_fsdpturbo.arguments import KernelParams
+from hf_fsdpturbo.compat import MissingDependencyError
 from hf_fsdpturbo.kernels import apply_kernels, fla, linear_attention, rebinding
 from hf_fsdpturbo.kernels.rebinding import CONV, RECURRENT, RULE, current_rule
 from tests.support.fla_stand_in import FlaStandIn
@@ -88,6 +89,14 @@ def test_an_operator_that_matches_no_module():
 def test_liger_off_cuda_is_an_error_and_leaves_nothing_behind():
     with pytest.raises(ValueError, match="Liger's kernels need CUDA, not cpu"):
         apply_kernels(small_qwen3_5_moe(), KernelParams([FLA, "liger"], None, 16), "cpu")
+
+
+def test_liger_after_an_auto_that_had_no_liger_is_still_an_error(monkeypatch):
+    monkeypatch.setattr("hf_fsdpturbo.compat.is_available", lambda name: False)
+    monkeypatch.setattr("hf_fsdpturbo.kernels.auto.is_available", lambda name: False)
+    for names in (["liger"], ["auto", "liger"]):
+        with pytest.raises(MissingDependencyError, match="kernel_config name 'liger'"):
+            apply_kernels(small_qwen3_5_moe(), KernelParams(names), "cuda")
 
 
 def test_unknown_accelerator():

@@ -45,6 +45,9 @@ def raises_naming(call, *words):
 
 # ---- which process is the launcher ----
 
+ARGUMENTS = ["--config_file", "a.yaml", "s.py"]
+LAUNCH, MODULE = ["launch", *ARGUMENTS], ["accelerate.commands.launch", *ARGUMENTS]
+
 
 @pytest.mark.parametrize(
     ("argv", "found"),
@@ -78,6 +81,20 @@ def raises_naming(call, *words):
         (["python", "-m", "torch.distributed.run", "accelerate", "launch"], False),
         (["bash", "-c", "accelerate launch --config_file a.yaml s.py"], False),
         (["uv", "run", "accelerate", "launch", "s.py"], False),
+        (["python", "-m", "debugpy", "--listen", "5678", "--wait-for-client", "-m", *MODULE], True),
+        (["python", "-m", "debugpy", "--configure-subProcess", "True", "--connect", "h:1", "-m", *MODULE], True),
+        (["python", "/ide/debugpy/launcher/../../debugpy", "--connect", "1", "/env/bin/accelerate", *LAUNCH], True),
+        (["python", "/ide/debugpy/__main__.py", "--listen", "5678", "/env/bin/accelerate-launch", *ARGUMENTS], True),
+        (["coverage", "run", "-m", *MODULE], True),
+        (["python", "/env/bin/coverage", "run", "-p", "--source", "pkg", "/env/bin/accelerate", *LAUNCH], True),
+        (["python", "-m", "coverage", "run", "--rcfile=.rc", "--context", "x", "--module", *MODULE], True),
+        (["python", "-m", "coverage", "run", "-m", "debugpy", "--listen", "1", "-m", *MODULE], True),
+        (["coverage", "report", "-m", *MODULE], False),
+        (["coverage", "run", "train.py", "accelerate", *LAUNCH], False),
+        (["python", "-m", "debugpy", "--listen", "5678", "train.py", "-m", *MODULE], False),
+        (["python", "-m", "debugpy", "--listen", "5678", "--pid", "12"], False),
+        (["python", "-m", "debugpy", "-m"], False),
+        (["python", "-m", "pytest", "-m", *MODULE], False),
         (["python", "-m"], False),
         (["python"], False),
         ([], False),
@@ -318,6 +335,16 @@ def test_accelerate_launch_with_two_processes_and_a_relative_path(tmp_path, cpu_
         assert seen["path"] == str(cpu_yaml)
         assert (seen["rank"], seen["world"], seen["ep"], seen["cpu"], seen["trl"]) == (int(rank), 2, 2, True, False)
         assert seen["sizes"]["ep_size"] == 2
+
+
+@pytest.mark.parametrize("runner", [
+    ["-m", "coverage", "run"], ["-m", "debugpy", "--configure-subProcess", "False", "--listen", "127.0.0.1:0"],
+], ids=["coverage", "debugpy"])  # fmt: skip
+def test_accelerate_launch_under_a_debugger_or_coverage(tmp_path, cpu_yaml, runner):
+    installed = Path(pytest.importorskip(runner[1]).__file__).parents[1]
+    command = [*runner, *ACCELERATE, "--config_file", "configs/cpu.yaml"]
+    ranks, output = launch(tmp_path, command, tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{installed}")
+    assert [seen["ep"] for seen in ranks.values()] == [2, 2], output
 
 
 def test_accelerate_launch_with_one_process(tmp_path, cpu_yaml):

@@ -1,5 +1,6 @@
 """What the arguments refuse by name: each row of the decision table that shows in them."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.arguments import FSDPTurboTrainingArguments, mixin
 
 
@@ -33,6 +35,11 @@ def raises_naming(call, *words):
         call()
     for word in words:
         assert str(word) in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+def pretend_world(monkeypatch, size):
+    monkeypatch.setattr(launch_config, "world_size", lambda: size)
+    monkeypatch.setattr(FSDPTurboTrainingArguments, "world_size", property(lambda self: size))
 
 
 @pytest.mark.parametrize(
@@ -85,6 +92,73 @@ def test_every_low_bit_optimizer_of_transformers_is_covered(build):
     assert len(low_bit) > 8
     for optimizer in low_bit:
         raises_naming(lambda optimizer=optimizer: build(optim=optimizer), optimizer.value)
+
+
+SHARDABLE = {"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision",
+             "sgd", "adagrad", "rmsprop", "grokadamw", "schedule_free_radam", "schedule_free_adamw",
+             "schedule_free_sgd"}  # fmt: skip
+
+
+def test_optimizers_that_need_whole_tensors_are_refused_in_sharded_runs_only(build, monkeypatch):
+    from transformers.training_args import OptimizerNames
+
+    build(optim="adafactor")
+    pretend_world(monkeypatch, 2)
+    for optimizer in OptimizerNames:
+        if optimizer.value in SHARDABLE:
+            build(optim=optimizer.value)
+        else:
+            raises_naming(lambda name=optimizer.value: build(optim=name), f"optim='{optimizer.value}'", "adamw_torch.")
+
+
+def test_a_chat_template_path_that_resizes_embeddings_is_refused_in_sharded_runs(build, monkeypatch, tmp_path):
+    def give(path):
+        monkeypatch.setattr(FSDPTurboTrainingArguments, "chat_template_path", path, raising=False)
+
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    (tmp_path / "chat.j2").write_text("{{ messages }}")
+    for path in (str(tmp_path), "HuggingFaceTB/SmolLM3-3B", str(tmp_path / "missing.jinja")):
+        give(path)
+        build()
+        with monkeypatch.context() as sharded:
+            pretend_world(sharded, 2)
+            raises_naming(build, f"chat_template_path={path!r}", "resizes the embeddings", ".jinja file")
+    pretend_world(monkeypatch, 2)
+    for path in (str(template), str(tmp_path / "chat.j2"), None):
+        give(path)
+        build()
+
+
+# ---- Liger ----
+
+
+def test_liger_never_gets_at_the_experts(build, monkeypatch, caplog):
+    assert build(use_liger_kernel=True).liger_kernel_config is None  # one process: nothing is routed
+    pretend_world(monkeypatch, 2)
+    with caplog.at_level(logging.WARNING, logger="hf_fsdpturbo"):
+        args = build(use_liger_kernel=True, liger_kernel_config={"rope": False})
+    assert args.liger_kernel_config == {"rope": False, "swiglu": False}
+    assert dataclasses.replace(args).liger_kernel_config == args.liger_kernel_config
+    assert "Dense MLPs" in caplog.text
+    assert build(liger_kernel_config={"swiglu": True}).liger_kernel_config == {"swiglu": True}  # not used
+    raises_naming(
+        lambda: build(use_liger_kernel=True, liger_kernel_config={"swiglu": True}),
+        "liger_kernel_config swiglu=True",
+        "experts",
+        "Leave swiglu out",
+    )
+
+
+def test_liger_twice_is_refused_where_auto_means_liger(build, monkeypatch):
+    import torch
+
+    both = {"use_liger_kernel": True, "kernel_config": {"name": "auto"}}
+    build(**both)
+    on_cuda = property(lambda self: (self._setup_devices, torch.device("cuda"))[1])
+    monkeypatch.setattr(FSDPTurboTrainingArguments, "device", on_cuda)
+    raises_naming(lambda: build(**both), "use_liger_kernel", "kernel_config name 'auto'", "Keep one")
+    build(use_liger_kernel=True, kernel_config={"name": "flash-linear-attention"})
 
 
 @pytest.mark.parametrize("field", ["cp_size", "sp_size", "tp_size", "dp_shard_size", "dp_replicate_size"])
