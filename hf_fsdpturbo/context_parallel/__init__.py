@@ -1,14 +1,14 @@
 """Ulysses context parallelism: cp ranks share a batch, each computes a slice of the sequence, losses see the whole.
 
-boundary.py          cut at the base model's entry, gather at its exit
-plan.py              padding, documents and masks of the whole sequence, once per forward
-ulysses.py           attention: sequence <-> heads; local_attention.py runs the user's kernel on whole heads
-linear_attention.py  the gated delta rule and its convolution
-exchange.py          the collectives
-checks.py            what cannot be exact is refused by name
-documents.py         cp_size 1: masks for models that would let packed documents read each other
-hooks.py             what the trainer must count once
-sharded_head.py      opt-in for SFT: the LM head on the slice
+    boundary.py          cut at the base model's entry, gather at its exit
+    plan.py              padding, documents and masks of the whole sequence, once per forward
+    ulysses.py           attention: sequence <-> heads; local_attention.py runs the user's kernel on whole heads
+    linear_attention.py  the gated delta rule and its convolution
+    exchange.py          the collectives
+    checks.py            what cannot be exact is refused by name
+    documents.py         cp_size 1: masks for models that would let packed documents read each other
+    hooks.py             what the trainer must count once
+    sharded_head.py      opt-in for SFT: the LM head on the slice
 """
 
 from __future__ import annotations
