@@ -111,6 +111,10 @@ class FSDPTurboEPModelSpec:
         if self.prepare_fn is not None:
             self.prepare_fn(model)
 
+    def has_experts(self, model: nn.Module) -> bool:
+        """Whether any module is named by ``ep_modules``."""
+        return bool(_matching(model, self.ep_modules))
+
     def find_experts(self, model: nn.Module) -> dict[str, nn.Module]:
         """Experts modules by name, in model order.
 

@@ -102,6 +102,8 @@ def find_experts(model: PreTrainedModel, topology_ep_size: int) -> dict[str, nn.
             raise
         return {}
     spec.prepare(model)
+    if topology_ep_size == 1 and not spec.has_experts(model):
+        return {}  # a dense model of a family that has others, e.g. mlp_only_layers naming every layer
     return spec.find_experts(model)
 
 
@@ -162,7 +164,7 @@ def parallelize_model(
             experts = route_experts(module, num_experts, params.ep_dispatcher, state, options)
             if experts.gradient_divisor is not None:
                 unmanaged.update(module.parameters())
-        install_routing_tape(model)
+        install_routing_tape(model, counts)
     ignored = _parameters(model, counts)
     report.num_experts = max(counts.values(), default=0)
     report.expert_modules, report.ignored_parameters = len(counts), len(ignored)

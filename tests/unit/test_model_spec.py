@@ -160,3 +160,16 @@ def test_a_dense_model_has_no_spec():
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     with pytest.raises(ValueError, match=r"model_type='llama'.*ep_size=1"):
         FSDPTurboEPModelSpec.get(_on_meta(LlamaConfig(vocab_size=16, **sizes)))
+
+
+def test_a_dense_model_of_an_expert_family():
+    """Every layer dense by ``mlp_only_layers``: nothing to route at ep_size 1, refused above."""
+    from transformers import AutoModelForCausalLM
+
+    from hf_fsdpturbo.parallelize import find_experts
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe", mlp_only_layers=[0, 1]))
+    assert find_experts(model, 1) == {}
+    with pytest.raises(ValueError, match="no module of"):
+        find_experts(model, 2)
