@@ -9,13 +9,16 @@ training starts.
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from packaging.version import Version
 
+from hf_fsdpturbo.arguments import CHUNK_SIZES
 from hf_fsdpturbo.compat import OPTIONAL, installed_version, is_available
 from hf_fsdpturbo.kernels.documents import Documents
+from hf_fsdpturbo.kernels.gated_delta_rule import causal_conv1d as torch_conv
 from hf_fsdpturbo.kernels.gated_delta_rule import chunk_gated_delta_rule as torch_rule
 
 HOPPER_MAJOR = 9  # CUDA compute capability of H100, H200, GH200
@@ -128,34 +131,71 @@ def conv(
     return out.reshape(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
 
 
-def self_check(device: torch.device, chunk_size: int, key_dim: int, value_dim: int) -> str | None:
-    """Run a small packed forward and backward on the device and compare with our own rule in float32.
+def self_check(
+    device: torch.device, chunk_size: int, key_dim: int, value_dim: int, conv_width: int = 4
+) -> str | None:
+    """Run a small packed forward and backward of the rule and of the convolution on the device and compare with ours.
 
     An FLA that cannot compile, or computes something else, is found here and not in the first training step. Returns
     what is wrong, as the end of a sentence, or None. A compiler's own exception passes through and ends the run.
     """
     generator = torch.Generator().manual_seed(0)
-    shapes = {"query": (1, 80, 1, key_dim), "key": (1, 80, 1, key_dim), "value": (1, 80, 2, value_dim)}
-    drawn = {name: torch.randn(shape, generator=generator, device="cpu") for name, shape in shapes.items()}
-    drawn["g"] = -torch.rand(1, 80, 2, generator=generator, device="cpu")
-    drawn["beta"] = torch.rand(1, 80, 2, generator=generator, device="cpu")
-    probe = torch.randn(1, 80, 2, value_dim, generator=generator, device="cpu").to(device)
+    channels = 2 * key_dim + 2 * value_dim
     lengths = torch.tensor([0, 50, 80], dtype=torch.int32, device="cpu").to(device)
 
-    def run(kernel: Any, dtype: torch.dtype, **kwargs: Any) -> list[torch.Tensor]:
-        x = {n: t.to(device, torch.float32 if n == "g" else dtype).requires_grad_() for n, t in drawn.items()}
-        out, _ = kernel(**x, chunk_size=chunk_size, use_qk_l2norm_in_kernel=True, cu_seqlens=lengths, **kwargs)
-        return [out.detach(), *torch.autograd.grad(out, list(x.values()), probe.to(out.dtype))]
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu")
 
-    with torch.enable_grad():
-        try:
-            found = run(chunk_rule, torch.bfloat16, initial_state=None, output_final_state=False, documents=None)
-        except (RuntimeError, ImportError) as error:
-            return f"flash-linear-attention failed in a trial step on {device}: {error}"
-        expected = run(torch_rule, torch.float32)
-    names = ("output", *(f"gradient of {name}" for name in drawn))
-    for name, a, b in zip(names, found, expected, strict=True):
-        distance = ((a.float() - b).norm() / b.norm()).item()
-        if not distance <= SELF_CHECK_TOLERANCE:
-            return f"flash-linear-attention is wrong in a trial step on {device}: {name} is {distance:.1e} off"
+    rule = {"query": draw(1, 80, 1, key_dim), "key": draw(1, 80, 1, key_dim), "value": draw(1, 80, 2, value_dim),
+            "g": -draw(1, 80, 2).sigmoid(), "beta": draw(1, 80, 2).sigmoid()}  # fmt: skip
+    convolution = {"x": draw(1, channels, 80), "weight": draw(channels, conv_width)}
+    options: dict[str, Any] = {"chunk_size": chunk_size, "use_qk_l2norm_in_kernel": True, "cu_seqlens": lengths}
+    whole: dict[str, Any] = {"initial_state": None, "output_final_state": False, "documents": None}
+
+    def fla_rule(**x: torch.Tensor) -> torch.Tensor:
+        return chunk_rule(**x, **options, **whole)[0]  # type: ignore[arg-type]
+
+    def our_rule(**x: torch.Tensor) -> torch.Tensor:
+        return torch_rule(**x, **options)[0]  # type: ignore[arg-type]
+
+    def fla_conv(**x: torch.Tensor) -> torch.Tensor:
+        return conv(**x, bias=None, activation="silu", cu_seqlens=lengths, documents=None)
+
+    def our_conv(**x: torch.Tensor) -> torch.Tensor:
+        return torch_conv(**x, activation="silu", cu_seqlens=lengths)
+
+    cases = (("gated delta rule", fla_rule, our_rule, rule, (1, 80, 2, value_dim)),
+             ("convolution", fla_conv, our_conv, convolution, (1, channels, 80)))  # fmt: skip
+    for what, theirs, ours, drawn, shape in cases:
+        probe = draw(*shape)
+        with torch.enable_grad():
+            try:
+                found = _outputs(theirs, drawn, probe, torch.bfloat16, device)
+            except (RuntimeError, ImportError) as error:
+                other = f" (chunk_size {max(CHUNK_SIZES)} may work)" if chunk_size < max(CHUNK_SIZES) else ""
+                return (
+                    f"flash-linear-attention's {what} failed in a trial step on {device} at chunk size "
+                    f"{chunk_size}{other}: {error}"
+                )
+            expected = _outputs(ours, drawn, probe, torch.float32, device)
+        for name, a, b in zip(("output", *(f"gradient of {name}" for name in drawn)), found, expected, strict=True):
+            distance = ((a.float() - b).norm() / b.norm()).item()
+            if not distance <= SELF_CHECK_TOLERANCE:
+                return (
+                    f"flash-linear-attention's {what} is wrong in a trial step on {device}: {name} is {distance:.1e} "
+                    "off"
+                )
     return None
+
+
+def _outputs(
+    function: Callable[..., torch.Tensor],
+    drawn: dict[str, torch.Tensor],
+    probe: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """The output, then the gradient of each input; inputs in `dtype`, the decay g always in float32."""
+    x = {n: t.to(device, torch.float32 if n == "g" else dtype).requires_grad_() for n, t in drawn.items()}
+    out = function(**x)
+    return [out.detach(), *torch.autograd.grad(out, list(x.values()), probe.to(device, out.dtype))]

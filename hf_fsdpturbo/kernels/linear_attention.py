@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hf_fsdpturbo.arguments import FLA_OPERATOR_NAMES, KernelParams
@@ -117,7 +118,8 @@ def choose(model: nn.Module, params: KernelParams | None, device_type: str) -> t
     """Decide for a model with linear attention. Returns the choice, lines to report, and warnings.
 
     kernel_config None keeps Transformers' own default (FLA where it can run); a kernel_config says exactly what runs,
-    so FLA then runs only if `name` lists it. FLA is put to a trial on the device before it is chosen.
+    so FLA then runs only if `name` lists it. FLA is put to a trial on the device before it is chosen. In a process
+    group every rank must call this: if FLA fails on one, all use PyTorch (else the ranks would run different rules).
     """
     named = params is not None and "flash-linear-attention" in params.name
     chunk_size = params.chunk_size if params is not None and named else DEFAULT_CHUNK_SIZE
@@ -128,7 +130,7 @@ def choose(model: nn.Module, params: KernelParams | None, device_type: str) -> t
     if params is not None and not named:
         reason = "kernel_config name does not list flash-linear-attention"
     else:
-        reason = fla.why_not(device_type) or _trial(model, device_type, chunk_size) or ""
+        reason = _agreed(device_type, fla.why_not(device_type), lambda: _trial(model, device_type, chunk_size)) or ""
     if not reason:
         left_out = "" if CHUNK_OPERATOR in wanted else f"; {CHUNK_OPERATOR} is not included and stays PyTorch"
         names = ", ".join(sorted(wanted))
@@ -140,9 +142,26 @@ def choose(model: nn.Module, params: KernelParams | None, device_type: str) -> t
     return ours, [], [f"{described} on {device_type}, because {reason}.{cost}"]
 
 
+def _agreed(device_type: str, why_not: str | None, trial: Callable[[], str | None]) -> str | None:
+    """Why FLA does not run, the same text on every rank; None where it runs on all of them."""
+    if device_type == "cpu" and why_not is not None:
+        return why_not  # no rank has kernels: nothing to ask the others
+    reason = why_not or trial()
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return reason
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    with torch.device("cpu"):  # the caller may be building a model on meta
+        dist.all_gather_object(reasons, reason)
+    failed = [rank for rank, text in enumerate(reasons) if text is not None]
+    if not failed:
+        return None
+    where = "" if len(failed) == len(reasons) else f"on rank {', '.join(map(str, failed))} of {len(reasons)}, "
+    return f"{where}{reasons[failed[0]]}"
+
+
 def _trial(model: nn.Module, device_type: str, chunk_size: int) -> str | None:
     _, layer = next(linear_attention_layers(model))
-    sizes = getattr(layer, "head_k_dim", 128), getattr(layer, "head_v_dim", 128)
+    sizes = [getattr(layer, n, d) for n, d in (("head_k_dim", 128), ("head_v_dim", 128), ("conv_kernel_size", 4))]
     return fla.self_check(torch.device(device_type), chunk_size, *sizes)
 
 

@@ -13,6 +13,7 @@ class FlaStandIn:
         self.calls = []
         self.error = None  # raised by every chunk call when set
         self.scale = 1.0  # output is multiplied by it: a wrong kernel
+        self.conv_error, self.conv_scale = None, 1.0  # the same for the convolution
 
     def chunk_gated_delta_rule(
         self, q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
@@ -45,9 +46,11 @@ class FlaStandIn:
         activation=None, backend="triton", cu_seqlens=None, cu_seqlens_cpu=None, **kwargs,
     ):  # fmt: skip
         assert x.shape[-1] == weight.shape[0], "channel-last input"
+        if self.conv_error is not None:
+            raise self.conv_error
         self.calls.append(("conv", None, None if cu_seqlens is None else cu_seqlens.tolist()))
         y = causal_conv1d(x.transpose(1, 2), weight, bias, activation, cu_seqlens=cu_seqlens).transpose(1, 2)
-        return y, None
+        return y * self.conv_scale, None
 
     def install(self, monkeypatch):
         """Make `import fla...` find this, and let it count as usable on the CPU."""

@@ -277,6 +277,27 @@ def test_the_trial_finds_a_broken_fla(monkeypatch, error, scale, words):
     report.close()
 
 
+@pytest.mark.parametrize(("error", "scale", "words"), [
+    (RuntimeError("no conv kernel"), 1.0, "convolution failed in a trial step"),
+    (None, 1.1, "convolution is wrong in a trial step"),
+])  # fmt: skip
+def test_the_trial_finds_a_broken_convolution(monkeypatch, error, scale, words):
+    stand_in = FlaStandIn().install(monkeypatch)
+    stand_in.conv_error, stand_in.conv_scale = error, scale
+    report = apply_kernels(small_qwen3_5_moe(), KernelParams([FLA], None, 16), "cpu")
+    assert words in report.notices[0]
+    report.close()
+
+
+def test_a_failed_trial_names_another_chunk_size(monkeypatch):
+    stand_in = FlaStandIn().install(monkeypatch)
+    stand_in.error = RuntimeError("No valid warp partition for T.gemm: M=16")
+    for chunk_size, advised in ((16, True), (32, True), (64, False)):
+        text = fla.self_check(torch.device("cpu"), chunk_size, 16, 16)
+        assert (f"at chunk size {chunk_size} (chunk_size 64 may work): No valid warp" in text) == advised
+        assert "No valid warp partition" in text
+
+
 def test_the_trial_works_while_a_model_is_being_made_on_meta(monkeypatch):
     stand_in = FlaStandIn().install(monkeypatch)
     with torch.device("meta"), torch.no_grad():
