@@ -162,12 +162,10 @@ class CheckpointHooks(PushHooks):
                     warnings.simplefilter("ignore")  # torch warns whenever a scheduler is saved without its optimizer
                     torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
         if self.async_save:
-            self._background = BackgroundSave(state, directory, timedelta(seconds=self._save_timeout()))
+            timeout = timedelta(seconds=self.args.ddp_timeout)  # the arguments keep dist_timeout there too
+            self._background = BackgroundSave(state, directory, timeout)
         else:
             dcp.save(state, directory)
-
-    def _save_timeout(self) -> int:
-        return getattr(self.args, "dist_timeout", self.args.ddp_timeout)
 
     def _sizes(self) -> dict[str, int] | None:
         parallel_state = getattr(self, "parallel_state", None)
@@ -205,11 +203,13 @@ class CheckpointHooks(PushHooks):
         self._check_save_settings()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest_checkpoint()
+        ended = False
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
-        except BaseException:
-            self._abandon_background_save()
-            raise
+            ended = True
+        finally:
+            if not ended:
+                self._abandon_background_save()
         self._finish_background_save()
         return result
 
