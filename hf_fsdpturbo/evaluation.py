@@ -17,6 +17,8 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
+from hf_fsdpturbo.context_parallel.hooks import only_tensors
+
 
 class EvaluationRows:
     """While open, ``gather`` and ``gather_for_metrics`` return each real sample's rows once.
@@ -33,6 +35,8 @@ class EvaluationRows:
         self.scalars_are_means = scalars_are_means
         self.gather = accelerator.gather
         self.gather_for_metrics = accelerator.gather_for_metrics
+        self.data_ranks = accelerator.num_processes // cp_size
+        self.data_rank = accelerator.process_index // cp_size
         self.is_cut = False
 
     def __enter__(self) -> EvaluationRows:
@@ -50,17 +54,15 @@ class EvaluationRows:
         if not state.end_of_dataloader or state.remainder <= 0:
             return None
         size = self._batch_size()
-        ranks = self.accelerator.num_processes // self.cp_size
-        return [min(max(state.remainder - rank * size, 0), size) for rank in range(ranks)]
+        return [min(max(state.remainder - rank * size, 0), size) for rank in range(self.data_ranks)]
 
     def _batch_size(self) -> int:
-        loader = self.accelerator.gradient_state.active_dataloader
-        return loader.total_batch_size // (self.accelerator.num_processes // self.cp_size)
+        return self.accelerator.gradient_state.active_dataloader.total_batch_size // self.data_ranks
 
     def mine(self) -> int | None:
         """c of this rank where it is neither none nor all of the batch, else None: then nothing has to be cut."""
         counts = self.counts()
-        count = None if counts is None else counts[self.accelerator.process_index // self.cp_size]
+        count = None if counts is None else counts[self.data_rank]
         return count if count is not None and 0 < count < self._batch_size() else None
 
     def cut(self, inputs: dict[str, Any], count: int) -> dict[str, Any]:
@@ -78,7 +80,7 @@ class EvaluationRows:
         return self.gather(data) if counts is None else recursively_apply(self._real_rows, data, counts)
 
     def _gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
-        if self.counts() is None or use_gather_object or not _only_tensors(data):
+        if self.counts() is None or use_gather_object or not only_tensors(data):
             return self.gather_for_metrics(data, use_gather_object)
         return self._gather(data)
 
@@ -111,14 +113,6 @@ class EvaluationRows:
         filled = samples.new_zeros((samples.shape[0], size, *samples.shape[2:]))
         filled[:, :count] = samples
         return filled.flatten(0, 1)
-
-
-def _only_tensors(data: Any) -> bool:
-    if isinstance(data, dict):
-        return all(_only_tensors(value) for value in data.values())
-    if isinstance(data, (list, tuple)):
-        return all(_only_tensors(value) for value in data)
-    return isinstance(data, Tensor)
 
 
 class EvaluateOnce:
@@ -157,12 +151,15 @@ class EvaluateOnce:
         weighs its batch with ``n S / N``: ``items = N c W / n``.
         """
         items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
-        counts = None if self._rows is None else self._rows.counts()
-        if counts is None or not isinstance(items, Tensor) or not self.args.average_tokens_across_devices:
+        rows = self._rows
+        counts = None if rows is None else rows.counts()
+        if rows is None or counts is None or not isinstance(items, Tensor):
             return items
-        cp_size = self.parallel_state.topology.cp_size  # Trainer divided by it, but _gather drops copies already
-        count = counts[self.accelerator.process_index // cp_size]
-        return items * (cp_size * count * len(counts) / sum(counts)) if count else items
+        count = counts[rows.data_rank]
+        if not count or not self.args.average_tokens_across_devices:
+            return items
+        # Trainer divided by cp_size, but our gather has dropped the copies already.
+        return items * (rows.cp_size * count * rows.data_ranks / sum(counts))
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

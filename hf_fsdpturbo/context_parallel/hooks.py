@@ -32,7 +32,7 @@ class GatherOnce:
 
     def __call__(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As accelerate's: tensors of one shape on all ranks, nested or not, or any objects."""
-        if use_gather_object or not _only_tensors(input_data):
+        if use_gather_object or not only_tensors(input_data):
             mine = self.accelerator.process_index % self.cp_size == 0
             return self.gather_for_metrics(input_data if mine else [], use_gather_object=True)
         before = self.accelerator.gather  # an evaluation in progress may have put its own there
@@ -53,11 +53,12 @@ class GatherOnce:
         return blocks[:: self.cp_size].flatten(0, 1)
 
 
-def _only_tensors(data: Any) -> bool:
+def only_tensors(data: Any) -> bool:
+    """Whether nested data holds tensors and nothing else, so that it can be gathered without pickling."""
     if isinstance(data, dict):
-        return all(_only_tensors(x) for x in data.values())
+        return all(only_tensors(x) for x in data.values())
     if isinstance(data, (list, tuple)):
-        return all(_only_tensors(x) for x in data)
+        return all(only_tensors(x) for x in data)
     return isinstance(data, Tensor)
 
 
