@@ -11,7 +11,7 @@ import argparse
 import torch
 
 from hf_fsdpturbo.dispatch.packed_rows import PackedLayout
-from hf_fsdpturbo.ops import get_ops
+from hf_fsdpturbo.ops.table import get_ops
 
 
 def count(tokens, top_k, experts, hidden, ep_size, skew):

@@ -7,7 +7,7 @@ plain copy's.
 import torch
 
 from benchmarks.moe_block import median_ms
-from hf_fsdpturbo.ops import get_ops
+from hf_fsdpturbo.ops.table import get_ops
 
 T, K, E, D, F = 16384, 8, 128, 2048, 768
 ROWS = [(2048, 8), (2048, 4), (1024, 4), (1024, 8), (2048, 16)]

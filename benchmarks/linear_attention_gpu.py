@@ -15,7 +15,8 @@ from transformers import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
 from hf_fsdpturbo.arguments import KernelParams
-from hf_fsdpturbo.kernels import apply_kernels, fla
+from hf_fsdpturbo.kernels import fla
+from hf_fsdpturbo.kernels.apply import apply_kernels
 
 FLA = "flash-linear-attention"
 

@@ -108,9 +108,9 @@ def load(path: str, options: argparse.Namespace) -> dict[str, float]:
     from transformers import AutoModelForCausalLM
 
     from hf_fsdpturbo import FSDPTurboParallelState, FSDPTurboTrainingArguments
+    from hf_fsdpturbo.loading.seam import load_sharded
     from hf_fsdpturbo.parallel_state import Topology
-    from hf_fsdpturbo.parallelize import parallelize_model
-    from hf_fsdpturbo.weights import load_sharded
+    from hf_fsdpturbo.parallelize.order import parallelize_model
 
     sizes = {"ep_size": options.ranks // options.efsdp, "efsdp_size": options.efsdp}
     state = FSDPTurboParallelState.initialize(Topology.resolve(options.ranks, **sizes), "cpu")

@@ -14,7 +14,7 @@ import torch
 from transformers.integrations.moe import _default_apply_gate, grouped_mm_experts_forward
 
 from hf_fsdpturbo.dispatch.fused import FusedDispatcher
-from hf_fsdpturbo.ops import get_ops
+from hf_fsdpturbo.ops.table import get_ops
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

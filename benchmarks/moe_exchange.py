@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.moe_block import DEVICE, ON_GPU, Experts, median_ms
-from hf_fsdpturbo.dispatch import get_dispatcher
+from hf_fsdpturbo.dispatch.dispatcher import get_dispatcher
 from hf_fsdpturbo.dispatch.domino import DominoDispatcher
 
 
@@ -23,8 +23,8 @@ class LocalExperts(Experts):
     """This rank's block; the module's own forward is a loop, as eager needs one."""
 
     def forward_rows(self, rows_SD, local_expert_S, weight_S):
-        from hf_fsdpturbo.ops import get_ops
         from hf_fsdpturbo.ops.functional import grouped_matmul
+        from hf_fsdpturbo.ops.table import get_ops
 
         gate_up, down = self.pair
         ops = get_ops(rows_SD.device.type)

@@ -15,8 +15,8 @@ _PUBLIC: dict[str, str] = {
     "FSDPTurboParallelState": "parallel_state",
     "get_fsdpturbo_parallel_state": "parallel_state",
     "clip_grad_norm_": "grad_norm",
-    "FSDPTurboTrainer": "trainer",
-    "FSDPTurboTrainerMixin": "trainer",
+    "FSDPTurboTrainer": "trainer.mixin",
+    "FSDPTurboTrainerMixin": "trainer.mixin",
     "FSDPTurboDPOConfig": "trl",
     "FSDPTurboDPOTrainer": "trl",
     "FSDPTurboRewardConfig": "trl",
@@ -35,8 +35,12 @@ if TYPE_CHECKING:
     from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec as FSDPTurboEPModelSpec
     from hf_fsdpturbo.parallel_state import FSDPTurboParallelState as FSDPTurboParallelState
     from hf_fsdpturbo.parallel_state import get_fsdpturbo_parallel_state as get_fsdpturbo_parallel_state
-    from hf_fsdpturbo.trainer import FSDPTurboTrainer as FSDPTurboTrainer
-    from hf_fsdpturbo.trainer import FSDPTurboTrainerMixin as FSDPTurboTrainerMixin
+    from hf_fsdpturbo.trainer.mixin import FSDPTurboTrainer as FSDPTurboTrainer
+    from hf_fsdpturbo.trainer.mixin import FSDPTurboTrainerMixin as FSDPTurboTrainerMixin
+    from hf_fsdpturbo.trl import FSDPTurboDPOConfig as FSDPTurboDPOConfig
+    from hf_fsdpturbo.trl import FSDPTurboDPOTrainer as FSDPTurboDPOTrainer
+    from hf_fsdpturbo.trl import FSDPTurboRewardConfig as FSDPTurboRewardConfig
+    from hf_fsdpturbo.trl import FSDPTurboRewardTrainer as FSDPTurboRewardTrainer
     from hf_fsdpturbo.trl import FSDPTurboSFTConfig as FSDPTurboSFTConfig
     from hf_fsdpturbo.trl import FSDPTurboSFTTrainer as FSDPTurboSFTTrainer
 

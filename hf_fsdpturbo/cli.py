@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument("--timeout", type=float, default=None, help="seconds a single check may take")
     commands.add_parser("export", help="write a checkpoint in Hugging Face format", add_help=False)
     parsed = parser.parse_args(arguments)
-    from hf_fsdpturbo.doctor import TIMEOUT, run
+    from hf_fsdpturbo.doctor.report import TIMEOUT, run
 
     return run(parsed.json, parsed.timeout or TIMEOUT)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_fsdpturbo.ops import OPS, get_ops
+from hf_fsdpturbo.ops.table import OPS, get_ops
 
 
 @dataclass(frozen=True)

@@ -179,3 +179,21 @@ def _from_transformers_plan(model: PreTrainedModel) -> FSDPTurboEPModelSpec | No
     names = [name for name, _ in model.named_modules()]
     used = tuple(dict.fromkeys(p for p in patterns if any(name_matches(p, name) for name in names)))
     return FSDPTurboEPModelSpec(model.config.model_type, used) if used else None
+
+
+def find_experts(model: PreTrainedModel, ep_size: int) -> dict[str, nn.Module]:
+    """Experts modules by name; none for a dense model, or a family without a spec, at ep_size 1.
+
+    Raises:
+        ValueError: ep_size > 1 and the model has no spec or no experts.
+    """
+    try:
+        spec = FSDPTurboEPModelSpec.get(model)
+    except ValueError:
+        if ep_size > 1:
+            raise
+        return {}
+    spec.prepare(model)
+    if ep_size == 1 and not spec.has_experts(model):
+        return {}  # a dense model of a family that has others, e.g. mlp_only_layers naming every layer
+    return spec.find_experts(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdpturbo.arguments.mixin import FSDPTurboArguments, bf16_storage_warning, describe_sources, sizes_for_world
 from hf_fsdpturbo.arguments.params import (
     CHUNK_SIZES,
     DISPATCHER_NAMES,
@@ -14,7 +13,13 @@ from hf_fsdpturbo.arguments.params import (
     InitParams,
     KernelParams,
 )
-from hf_fsdpturbo.arguments.refusals import refuse_unsupported
+from hf_fsdpturbo.arguments.turbo_arguments import (
+    FSDPTurboArguments,
+    bf16_storage_warning,
+    describe_sources,
+    sizes_for_world,
+)
+from hf_fsdpturbo.arguments.unsupported import refuse_unsupported
 
 if TYPE_CHECKING:
     from hf_fsdpturbo.arguments.training_arguments import FSDPTurboTrainingArguments

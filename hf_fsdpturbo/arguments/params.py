@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from hf_fsdpturbo.topology import positive
+
 DISPATCHER_NAMES = ("eager", "fused", "mc2", "domino", "auto")
 KERNEL_NAMES = ("auto", "flash-linear-attention", "liger")
 FLA_OPERATOR_NAMES = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
@@ -79,12 +81,6 @@ def check_type(name: str, value: Any, kind: Any) -> None:
         )
 
 
-def check_positive(name: str, value: int | None) -> None:
-    """Raise ValueError unless ``value`` is None or at least 1."""
-    if value is not None and value < 1:
-        raise ValueError(f"{name} must be a positive integer, but it is {value}. Set {name} to 1 or more.")
-
-
 @dataclass
 class FSDPTurboParams:
     """`dist_config`: how experts and layers are sharded. Nothing but these fields is accepted.
@@ -110,8 +106,9 @@ class FSDPTurboParams:
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
             check_type(f"dist_config {name}", getattr(self, name), kind)
-        check_positive("dist_config ep_size", self.ep_size)
-        check_positive("dist_config efsdp_size", self.efsdp_size)
+        positive("dist_config ep_size", self.ep_size)
+        if self.efsdp_size is not None:
+            positive("dist_config efsdp_size", self.efsdp_size)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, every field present."""

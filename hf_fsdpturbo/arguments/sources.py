@@ -24,11 +24,11 @@ from hf_fsdpturbo.arguments.params import (
     InitParams,
     KernelParams,
     check_dist_keys,
-    check_positive,
     check_type,
     unknown_params,
 )
 from hf_fsdpturbo.launch_config import ENV_PREFIX, YAML_PREFIX, LaunchConfig, environment_fields, read_launch_config
+from hf_fsdpturbo.topology import positive
 
 PYTHON = "command line / Python"
 ENVIRONMENT = "environment"
@@ -159,7 +159,7 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
     for name, value in values.items():
         if name in INTEGERS:
             check_type(name, value, int)
-            check_positive(name, value)
+            positive(name, value)
     if (mode := values.get("cp_mode", "ulysses")) != "ulysses":
         raise ValueError(f"cp_mode must be 'ulysses', the only mode there is, but it is {mode!r}. Leave cp_mode out.")
     dist = parse_mapping("dist_config", values.pop("dist_config")) if "dist_config" in values else {}

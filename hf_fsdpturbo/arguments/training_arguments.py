@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from hf_fsdpturbo.arguments.mixin import FSDPTurboArguments
+from hf_fsdpturbo.arguments.turbo_arguments import FSDPTurboArguments
 
 
 @dataclass

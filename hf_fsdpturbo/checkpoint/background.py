@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_fsdpturbo.checkpoint import dcp
-from hf_fsdpturbo.checkpoint.agreement import FAILURES, rank, world_size
+from hf_fsdpturbo.ranks import FAILURES, rank, world_size
 
 _group: dist.ProcessGroup | None = None
 

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from hf_fsdpturbo.checkpoint.agreement import FAILURES, agree, together, world_size
 from hf_fsdpturbo.checkpoint.commit import read_json, write_json
+from hf_fsdpturbo.ranks import FAILURES, agree, together, world_size
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
 DCP_DIR = "dcp"

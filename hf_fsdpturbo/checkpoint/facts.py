@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hf_fsdpturbo import compat
-from hf_fsdpturbo.checkpoint.agreement import world_size
 from hf_fsdpturbo.checkpoint.commit import read_json
+from hf_fsdpturbo.ranks import world_size
 
 TOPOLOGY_JSON = "topology.json"
 FORMAT = 1

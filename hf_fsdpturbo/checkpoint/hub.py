@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hf_fsdpturbo.checkpoint.agreement import FAILURES, agree, rank, together, world_size
-from hf_fsdpturbo.checkpoint.boxes import RankTensors
 from hf_fsdpturbo.checkpoint.commit import wait_visible
 from hf_fsdpturbo.checkpoint.hub_plan import File, Job, Output, assign_writers, lay_out, make_jobs
-from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec
+from hf_fsdpturbo.checkpoint.rank_tensors import RankTensors
+from hf_fsdpturbo.model_spec import find_experts
+from hf_fsdpturbo.ranks import FAILURES, agree, rank, together, world_size
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
 CHUNK_BYTES = 64 * 2**20
@@ -65,14 +65,6 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name not in ignored | tied}
 
 
-def expert_modules(model: PreTrainedModel) -> list[str]:
-    """Names of the experts modules; none for a dense model or a family without a spec."""
-    try:
-        return list(FSDPTurboEPModelSpec.get(model).find_experts(model))
-    except ValueError:
-        return []
-
-
 def export_model(model: PreTrainedModel, directory: str, max_file_bytes: int) -> list[str]:
     """Write the weights of a (sharded or whole) model as safetensors files with an index; collective.
 
@@ -92,7 +84,7 @@ def export_model(model: PreTrainedModel, directory: str, max_file_bytes: int) ->
 def export_tensors(model: PreTrainedModel, source: TensorSource, directory: str, max_file_bytes: int) -> list[str]:
     """:func:`export_model` from any source; ``model`` gives names only and may be on meta."""
     with together("planning the export"):
-        jobs = make_jobs(model, source.tensors, expert_modules(model))
+        jobs = make_jobs(model, source.tensors, find_experts(model, 1))
         total = sum(output.nbytes for job in jobs for output in job.outputs)
         if world_size() > 1 and total > max_file_bytes:
             assign_writers(jobs, _owners(jobs, source), world_size())

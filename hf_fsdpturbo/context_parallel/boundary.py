@@ -23,23 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.context_parallel.exchange import gather_plain, gather_sequence
-from hf_fsdpturbo.context_parallel.plan import KEYWORD, SequencePlan, make_plan
+from hf_fsdpturbo.context_parallel.collectives import gather_plain, gather_sequence
+from hf_fsdpturbo.packing.sequence_plan import KEYWORD, SequencePlan, make_plan
 
 KEEP_CUT = "keep_last_hidden_state_cut"  # keyword of a caller that goes on with this rank's slice (sharded_head.py)
 
 # Keywords that describe documents of the whole sequence: they end here and live on in the plan.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "documents")
-
-
-def text_models(model: nn.Module) -> list[nn.Module]:
-    """The modules whose forward owns decoder layers and takes ``position_ids``, innermost."""
-    found = []
-    for module in model.modules():
-        if isinstance(getattr(module, "layers", None), nn.ModuleList):
-            if "position_ids" in inspect.signature(type(module).forward).parameters:
-                found.append(module)
-    return found
 
 
 class CutForward:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_fsdpturbo.context_parallel.plan import SequencePlan
+from hf_fsdpturbo.packing.sequence_plan import SequencePlan, block_mask
 
 EAGER = "eager_attention_forward"  # what every modeling file calls its own eager attention
 
@@ -155,27 +155,6 @@ def flex(query: Tensor, key: Tensor, value: Tensor, plan: SequencePlan, call: Ca
         call.module, query, key, value, blocks, scaling=call.scaling, softcap=call.softcap, s_aux=call.sinks
     )
     return out
-
-
-def block_mask(plan: SequencePlan, window: int | None) -> Any:
-    """Flex attention's ``BlockMask`` of the whole sequence."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    ids = None if plan.documents is None else plan.documents.ids
-    valid = plan.valid
-
-    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        keep = q >= k
-        if window is not None:
-            keep = keep & (q - k < window)
-        if ids is not None:
-            keep = keep & (ids[b, q] == ids[b, k])
-        if valid is not None:
-            keep = keep & valid[b, k]
-        return keep
-
-    batch = None if ids is None and valid is None else plan.batch
-    return create_block_mask(allowed, batch, None, plan.length, plan.length, device=plan.device)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.context_parallel.boundary import KEEP_CUT, CutForward, text_models
-from hf_fsdpturbo.context_parallel.exchange import gather_plain, gather_sequence
-from hf_fsdpturbo.context_parallel.plan import padded_length
+from hf_fsdpturbo.context_parallel.boundary import KEEP_CUT, CutForward
+from hf_fsdpturbo.context_parallel.collectives import gather_plain, gather_sequence
+from hf_fsdpturbo.packing.sequence_plan import padded_length
+from hf_fsdpturbo.packing.text_models import text_models
 
 IGNORED = -100  # label without a loss
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_fsdpturbo.context_parallel.exchange import heads_to_sequence, sequence_to_heads
+from hf_fsdpturbo.context_parallel.collectives import heads_to_sequence, sequence_to_heads
 from hf_fsdpturbo.context_parallel.local_attention import KERNELS, Call, Kernel
-from hf_fsdpturbo.context_parallel.plan import KEYWORD, SequencePlan
+from hf_fsdpturbo.packing.sequence_plan import KEYWORD, SequencePlan
 
 # Keywords of Transformers' attention calls that describe the slice, where the kernels get the whole sequence.
 _NOT_PASSED_ON = (

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.dispatch import Dispatcher, LocalExperts, ReceivedRows, get_dispatcher
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, ReceivedRows, get_dispatcher
 from hf_fsdpturbo.dispatch.recompute import no_tape
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.dispatch import Dispatcher, LocalExperts, ReceivedRows
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, ReceivedRows
 from hf_fsdpturbo.dispatch.eager import EagerDispatcher, EagerRecord
 from hf_fsdpturbo.dispatch.flight import Flight
 from hf_fsdpturbo.dispatch.fused import FusedDispatcher

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_fsdpturbo.dispatch import Dispatcher, ReceivedRows
-from hf_fsdpturbo.dispatch.exchange import all_to_all_rows
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, ReceivedRows
 from hf_fsdpturbo.dispatch.recompute import record_or_replay
+from hf_fsdpturbo.dispatch.row_exchange import all_to_all_rows
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.dispatch.exchange import exchange_rows
+from hf_fsdpturbo.dispatch.row_exchange import exchange_rows
 from hf_fsdpturbo.dispatch.side_stream import SideWork, beside
 
 

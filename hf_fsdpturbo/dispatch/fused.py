@@ -27,15 +27,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.dispatch import Dispatcher, LocalExperts, ReceivedRows
-from hf_fsdpturbo.dispatch.exchange import all_to_all_rows
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, ReceivedRows
 from hf_fsdpturbo.dispatch.flight import Flight, send_rows
 from hf_fsdpturbo.dispatch.packed_rows import PackedLayout, pack_rows, packed_expert_mlp, sum_rows, unpack_rows
 from hf_fsdpturbo.dispatch.recompute import record_or_replay
 from hf_fsdpturbo.dispatch.routing_plan import RoutingPlan, plan_slices
-from hf_fsdpturbo.ops import OpSet, get_ops
+from hf_fsdpturbo.dispatch.row_exchange import all_to_all_rows
 from hf_fsdpturbo.ops.expert_mlp import SlotMap, expert_mlp
 from hf_fsdpturbo.ops.functional import permute, unpermute
+from hf_fsdpturbo.ops.table import OpSet, get_ops
 
 logger = logging.getLogger(__name__)
 _told: set[str] = set()  # what was said once already, for all layers, as long as the process lives

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.dispatch import Dispatcher, LocalExperts, ReceivedRows
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, ReceivedRows
 from hf_fsdpturbo.dispatch.eager import EagerDispatcher, EagerPlan, EagerRecord
 from hf_fsdpturbo.dispatch.recompute import record_or_replay
 from hf_fsdpturbo.ops import npu

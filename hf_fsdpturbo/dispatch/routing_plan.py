@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hf_fsdpturbo.dispatch.side_stream import SideWork, beside
-from hf_fsdpturbo.ops import OpSet, Routing
 from hf_fsdpturbo.ops.expert_mlp import SlotMap
+from hf_fsdpturbo.ops.table import OpSet, Routing
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from packaging.version import Version
 
 from hf_fsdpturbo.arguments import CHUNK_SIZES
 from hf_fsdpturbo.compat import OPTIONAL, installed_version, is_available
-from hf_fsdpturbo.kernels.documents import Documents
 from hf_fsdpturbo.kernels.gated_delta_rule import causal_conv1d as torch_conv
 from hf_fsdpturbo.kernels.gated_delta_rule import chunk_gated_delta_rule as torch_rule
+from hf_fsdpturbo.packing.documents import Documents
 
 HOPPER_MAJOR = 9  # CUDA compute capability of H100, H200, GH200
 BAD_TRITON = (Version("3.4"), Version("3.7.1"))  # [first wrong, first right) on Hopper: FLA issue 640

@@ -19,18 +19,14 @@ the chunk dim is first, taken apart once by `unbind` and put together once by `s
 import torch
 import torch.nn.functional as F
 
+from hf_fsdpturbo.packing.documents import document_ids_from_cu_seqlens
+
 # Arguments of FLA's rule that change the result and that this rule does not implement: refused, never dropped.
 _UNSUPPORTED = (
     "scale", "gk", "gv", "A_log", "dt_bias", "cp_context", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
     "allow_neg_eigval", "state_v_first",
 )  # fmt: skip
 L2NORM_EPS = 1e-6  # inside the square root, as in FLA and Transformers
-
-
-def document_ids_from_cu_seqlens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
-    """[1, S] int64 ids 0..N-1 from cumulative lengths [N + 1] (first 0, last S) of a flattened batch."""
-    positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return (torch.searchsorted(cu_seqlens, positions, right=True) - 1).unsqueeze(0)
 
 
 def _runs(document_ids: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,9 @@ from torch import nn
 
 from hf_fsdpturbo.arguments import FLA_OPERATOR_NAMES, KernelParams
 from hf_fsdpturbo.kernels import fla
-from hf_fsdpturbo.kernels.documents import Documents, attach_documents
 from hf_fsdpturbo.kernels.gated_delta_rule import causal_conv1d, chunk_gated_delta_rule
 from hf_fsdpturbo.kernels.rebinding import CONV, RECURRENT, RULE, linear_attention_layers, rebind, scope_of
+from hf_fsdpturbo.packing.documents import Documents, attach_documents
 
 DEFAULT_CHUNK_SIZE = 64
 COST = "Steps about 2.5 times slower than with FLA's kernels have been reported (trl issue 5713)"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_fsdpturbo.ops import OpSet
+from hf_fsdpturbo.ops.table import OpSet
 from hf_fsdpturbo.ops.torch import accumulation_dtype
 
 

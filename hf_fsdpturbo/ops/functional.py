@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_fsdpturbo.ops import OpSet
 from hf_fsdpturbo.ops.expert_mlp import SlotMap
+from hf_fsdpturbo.ops.table import OpSet
 from hf_fsdpturbo.ops.torch import accumulation_dtype
 
 

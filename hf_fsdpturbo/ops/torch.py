@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_fsdpturbo import compat
-from hf_fsdpturbo.ops import Routing
+from hf_fsdpturbo.ops.table import Routing
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

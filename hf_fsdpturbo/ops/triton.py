@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_fsdpturbo.ops import Routing
+from hf_fsdpturbo.ops.table import Routing
 from hf_fsdpturbo.ops.torch import grouped_mm, supports
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,38 +11,78 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import set_seed
 
-from hf_fsdpturbo.checkpoint.adapters import is_peft
-from hf_fsdpturbo.checkpoint.files import WHERE
+from hf_fsdpturbo.loading.dtypes import store_parameters
+from hf_fsdpturbo.loading.files import WHERE
+from hf_fsdpturbo.loading.from_dcp import load_dcp
+from hf_fsdpturbo.loading.from_rank0 import load_on_rank0, weights_from_rank0
+from hf_fsdpturbo.loading.heads import share_random_state
+from hf_fsdpturbo.loading.seam import load_sharded, load_whole
+from hf_fsdpturbo.lora.adapter import add_adapter, draw_adapters, hide, make_shardable
+from hf_fsdpturbo.lora.adapter_files import is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
-from hf_fsdpturbo.parallelize import (
+from hf_fsdpturbo.parallelize.order import (
     ShardingReport,
     check_model,
     fsdp_options,
     parallelize_model,
     prepare_one_process,
+    shard_device,
 )
-from hf_fsdpturbo.parallelize.adapters import Adapter
-from hf_fsdpturbo.parallelize.initial_weights import (
-    copy_shards,
-    load_dcp,
-    load_on_rank0,
-    own_class,
-    weights_from_rank0,
-)
-from hf_fsdpturbo.parallelize.same_on_all_ranks import check_same_model
+from hf_fsdpturbo.parallelize.same_model import check_same_model
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
-from hf_fsdpturbo.weights import (
-    load_sharded,
-    load_whole,
-    raised_on_every_rank,
-    share_random_state,
-    store_parameters,
-)
+from hf_fsdpturbo.ranks import raised_on_every_rank
+from hf_fsdpturbo.shards import materialize
 
 if TYPE_CHECKING:
     from hf_fsdpturbo.arguments import FSDPTurboArguments
 
 STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Adapter:
+    """The adapter of one load: from ``peft_config``, or in a PEFT model that was given whole, or none.
+
+    Args:
+        config: what to add; None adds nothing.
+        model: the model that was given, if it was an object.
+    """
+
+    def __init__(self, config: Any, model: Any = None) -> None:
+        self.config = config
+        self.peft_model: Any = model if is_peft(model) else None
+        self.on_meta = False
+        self.show: Callable[[], None] = lambda: None
+
+    def parallelize(
+        self, model: Any, args: FSDPTurboArguments, state: FSDPTurboParallelState
+    ) -> tuple[Any, ShardingReport]:
+        """``parallelize_model`` of a base model with the adapter in it; after it the wrappers are hidden.
+
+        Raises:
+            ValueError: the adapter does not fit; naming field, value, rule, fix.
+        """
+        if self.config is not None:
+            self.on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
+            self.peft_model = add_adapter(model, self.config)
+        elif self.peft_model is not None:
+            make_shardable(self.peft_model)
+        if self.peft_model is not None and args.fsdpturbo_params.ep_backend != "torch":
+            raise ValueError(
+                f"ep_backend={args.fsdpturbo_params.ep_backend!r} does not take LoRA. Set ep_backend to 'torch'."
+            )
+        model, report = parallelize_model(model, args, state)
+        if self.peft_model is not None:
+            self.show = hide(model)
+            self.peft_model._is_accelerate_prepared = True
+        return model, report
+
+    def finish(self, model: Any, device: torch.device) -> Any:
+        """The PEFT model, adapters drawn; the model itself where there is no adapter."""
+        self.show()
+        if self.on_meta:
+            materialize(self.peft_model, device)
+            draw_adapters(self.peft_model)
+        return model if self.peft_model is None else self.peft_model
 
 
 def _from_pretrained(
@@ -93,17 +134,17 @@ def build_model(
         ValueError: the checkpoint is damaged or does not fit; sizes do not fit the model.
     """
     build, kwargs = _from_pretrained(trainer_class, config, defaults or {})
-    with raised_on_every_rank(path):
+    with raised_on_every_rank(f"loading {path}"):
         _refuse_quantised(path, kwargs)
     set_seed(cast(Any, config).seed)  # where TRL does it too: what a checkpoint lacks is drawn from here on
     if state is None:
         model = load_whole(path, build, **kwargs)
         return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     check_gradient_scale(state, fsdp_options(config))
-    adapter, device = Adapter(peft_config), _shard_device(config)
+    adapter, device = Adapter(peft_config), shard_device(config)
     reports: list[ShardingReport] = []
     if config.init_params.name == "init_on_default":
-        with raised_on_every_rank(path):
+        with raised_on_every_rank(f"loading {path}"):
             model = load_whole(path, build, **kwargs)
         check_model(model, config, state)
         model, report = adapter.parallelize(model, config, state)
@@ -127,30 +168,12 @@ def build_model(
     return adapter.finish(_filled(model, config, use_dcp_path), device), reports[0]
 
 
-def _shard_device(config: FSDPTurboArguments) -> torch.device:
-    """Where shards live between uses: on the host with ``offload_params``."""
-    return torch.device("cpu") if config.fsdpturbo_params.offload_params else config.device
-
-
 def _filled(model: Any, config: FSDPTurboArguments, use_dcp_path: bool) -> Any:
     """The model with the weights of ``dcp_path``, where there is one."""
     dcp_path = config.fsdpturbo_params.dcp_path
     if dcp_path is not None and use_dcp_path:
         load_dcp(model, dcp_path)
     return model
-
-
-def reload_weights(
-    model: Any, directory: str, config: FSDPTurboArguments, state: FSDPTurboParallelState | None
-) -> None:
-    """Fill a (sharded) model in place from Hub files: a second one is loaded beside it for a moment."""
-    loader = partial(own_class(model).from_pretrained, dtype=model.dtype)
-    if state is None:
-        fresh = loader(directory)
-    else:
-        placed = partial(parallelize_model, args=config, state=state)
-        fresh = load_sharded(directory, loader, lambda meta: placed(meta)[0], device=_shard_device(config))
-    copy_shards(model, fresh)
 
 
 def _refuse_quantised(path: str, kwargs: dict[str, Any]) -> None:
@@ -191,7 +214,7 @@ def shard_given_model(
     if config.init_params.name != "init_on_meta":
         report.notes.append(f"init_config {config.init_params.name} has no effect: model is an object, not a path")
     _place_unsharded(base, config.device)
-    return adapter.finish(_filled(base, config, use_dcp_path), _shard_device(config)), report
+    return adapter.finish(_filled(base, config, use_dcp_path), shard_device(config)), report
 
 
 def _place_unsharded(model: nn.Module, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from hf_fsdpturbo.dispatch import Dispatcher, get_dispatcher
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, get_dispatcher
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.sharding.adapted_experts import AdaptedExperts
 from hf_fsdpturbo.sharding.expert_fsdp import fully_shard_experts

@@ -8,10 +8,11 @@ if not torch.cuda.is_available():
 
 from hf_fsdpturbo.arguments import KernelParams
 from hf_fsdpturbo.compat import is_available
-from hf_fsdpturbo.kernels import apply_kernels, elementwise, fla, liger
-from hf_fsdpturbo.kernels.documents import documents_from_ids
+from hf_fsdpturbo.kernels import elementwise, fla, liger
+from hf_fsdpturbo.kernels.apply import apply_kernels
 from hf_fsdpturbo.kernels.gated_delta_rule import causal_conv1d, chunk_gated_delta_rule
 from hf_fsdpturbo.kernels.linear_attention import Choice, apply_linear_attention
+from hf_fsdpturbo.packing.documents import documents_from_ids
 from tests.support.linear_attention_model import VOCAB, small_qwen3_5_moe
 
 DEVICE = "cuda"

@@ -9,8 +9,8 @@ if not torch.cuda.is_available():
         allow_module_level=True,
     )
 
-from hf_fsdpturbo.ops import get_ops
 from hf_fsdpturbo.ops.expert_mlp import SlotMap, expert_mlp
+from hf_fsdpturbo.ops.table import get_ops
 
 DEVICE = "cuda"
 

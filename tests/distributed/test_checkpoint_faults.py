@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hf_fsdpturbo.checkpoint import commit
-from hf_fsdpturbo.checkpoint.agreement import CheckpointError
+from hf_fsdpturbo.ranks import CheckpointError
 from tests.support.reference_run import Run, build_trainer
 from tests.support.spawn import RankError, run_ranks
 from tests.support.tiny_models import save_tiny, texts
@@ -327,7 +327,7 @@ def disagree(path: str) -> str:
     """Rank function: one rank's copy is bad, the other's is not."""
     import torch.distributed as dist
 
-    from hf_fsdpturbo.checkpoint.agreement import together
+    from hf_fsdpturbo.ranks import together
 
     dist.init_process_group("gloo")
     begin = time.monotonic()

@@ -170,7 +170,7 @@ def run_cut(kind, config, cp_size, fault=None, names=None):
 
 def run_whole(kind, config):
     """The same at cp_size 1, in one process, as the pipeline leaves a model there."""
-    from hf_fsdpturbo.context_parallel import keep_documents_apart
+    from hf_fsdpturbo.packing.prepared_masks import keep_documents_apart
 
     model = make_model(kind, config)
     use_kernels(model)
@@ -234,31 +234,31 @@ def test_cut_model_equals_one_process(family, cp_size):
 
 
 def no_columns_before():
-    from hf_fsdpturbo.context_parallel import linear_attention
+    from hf_fsdpturbo.context_parallel import delta_rule
 
-    linear_attention.columns_before = lambda x, width, group: torch.zeros_like(x[..., :width])
+    delta_rule.columns_before = lambda x, width, group: torch.zeros_like(x[..., :width])
 
 
 def rule_on_the_slice():
-    from hf_fsdpturbo.context_parallel import linear_attention
+    from hf_fsdpturbo.context_parallel import delta_rule
 
-    linear_attention._exchange = lambda tensors, plan: tensors
-    linear_attention.heads_to_sequence = lambda out, group: out
+    delta_rule._exchange = lambda tensors, plan: tensors
+    delta_rule.heads_to_sequence = lambda out, group: out
 
 
 def gradient_not_times_cp():
-    from hf_fsdpturbo.context_parallel import exchange
+    from hf_fsdpturbo.context_parallel import collectives
 
     def backward(ctx, gradient):
         return gradient.chunk(ctx.size, dim=1)[ctx.rank], None
 
-    exchange._GatherSequence.backward = staticmethod(backward)
+    collectives._GatherSequence.backward = staticmethod(backward)
 
 
 def documents_lost():
-    from hf_fsdpturbo.context_parallel import plan
+    from hf_fsdpturbo.packing import sequence_plan
 
-    plan.derive_documents = lambda *args, **kwargs: None
+    sequence_plan.derive_documents = lambda *args, **kwargs: None
 
 
 def padding_lost():

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from hf_fsdpturbo.dispatch import get_dispatcher, mc2
+from hf_fsdpturbo.dispatch import mc2
+from hf_fsdpturbo.dispatch.dispatcher import get_dispatcher
 from tests.support import npu_stand_in
 from tests.support.spawn import init_gloo, run_ranks
 

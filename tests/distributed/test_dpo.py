@@ -188,7 +188,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def attempt(job: Preference, fault: str) -> str:
     """Rank function: the error of a run with a fault put back."""
-    import hf_fsdpturbo.parallelize as parallelize
+    from hf_fsdpturbo.parallelize import order
 
     nothing = {
         "unsharded after forward": ("reshard_without_backward", lambda module, args, output: None),
@@ -198,11 +198,11 @@ def attempt(job: Preference, fault: str) -> str:
     if fault == "stock hash":
         from trl.trainer.utils import hash_module
 
-        from hf_fsdpturbo import trainer
+        from hf_fsdpturbo.trainer import mixin
 
-        with replaced(trainer, name, hash_module):
+        with replaced(mixin, name, hash_module):
             return _error(job)
-    with replaced(parallelize, name, value):
+    with replaced(order, name, value):
         return _error(job)
 
 

@@ -30,13 +30,12 @@ def _b1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _b2(monkeypatch: pytest.MonkeyPatch) -> None:
     """EFSDP wraps the whole MoE block: router and shared expert are reduced over efsdp only, never over ep."""
-    from hf_fsdpturbo import parallelize
-    from hf_fsdpturbo.parallelize import routed_experts
+    from hf_fsdpturbo.parallelize import order, routed_experts
 
     blocks: list[torch.nn.Module] = []
-    route, wrap, outer = parallelize.route_experts, routed_experts.fully_shard_experts, parallelize.outer_fully_shard
+    route, wrap, outer = order.route_experts, routed_experts.fully_shard_experts, order.outer_fully_shard
     owner: dict[int, torch.nn.Module] = {}
-    find = parallelize.find_experts
+    find = order.find_experts
 
     def find_and_remember(model, ep_size):
         experts = find(model, ep_size)
@@ -52,9 +51,9 @@ def _b2(monkeypatch: pytest.MonkeyPatch) -> None:
         return outer(model, mesh, ignored=ignored | inside, **kwargs)
 
     assert route is routed_experts.route_experts
-    monkeypatch.setattr(parallelize, "find_experts", find_and_remember)
+    monkeypatch.setattr(order, "find_experts", find_and_remember)
     monkeypatch.setattr(routed_experts, "fully_shard_experts", wrap_block)
-    monkeypatch.setattr(parallelize, "outer_fully_shard", outer_without_blocks)
+    monkeypatch.setattr(order, "outer_fully_shard", outer_without_blocks)
 
 
 def _b4_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +84,7 @@ def _no_sorting_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _combine_unsorted(self, expert_output, record):
-    from hf_fsdpturbo.dispatch.exchange import all_to_all_rows
+    from hf_fsdpturbo.dispatch.row_exchange import all_to_all_rows
 
     plan = record.plan
     back = all_to_all_rows(expert_output, plan.send_splits, plan.receive_splits, self.group)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdpturbo.arguments import KernelParams
-from hf_fsdpturbo.kernels import apply_kernels
+from hf_fsdpturbo.kernels.apply import apply_kernels
 from tests.support.fla_stand_in import FlaStandIn
 from tests.support.linear_attention_model import small_qwen3_5_moe
 from tests.support.spawn import init_gloo, run_ranks

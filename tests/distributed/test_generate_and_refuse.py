@@ -47,7 +47,7 @@ def refusals(path: str, output: str) -> tuple[str, str | None, str | None]:
     from transformers import AutoModelForCausalLM
 
     from hf_fsdpturbo import FSDPTurboSFTTrainer, FSDPTurboTrainer, FSDPTurboTrainingArguments
-    from hf_fsdpturbo.parallelize.refusals import aux_loss_warning
+    from hf_fsdpturbo.trainer.refusals import aux_loss_warning
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_router_logits=True)
     args = FSDPTurboTrainingArguments(
@@ -71,6 +71,6 @@ def test_images_are_refused_and_the_aux_loss_is_told(tiny, tmp_path):
 
 @pytest.mark.parametrize("inputs", [None, {"input_ids": 1}, {"pixel_values": None}])
 def test_text_batches_pass(inputs):
-    from hf_fsdpturbo.parallelize.refusals import refuse_images
+    from hf_fsdpturbo.trainer.refusals import refuse_images
 
     refuse_images(inputs, object())

@@ -34,7 +34,7 @@ def gradient_of(name: str, shape: torch.Size, constant: float | None) -> torch.T
 
 def sharded_model(sizes: dict, num_experts: int):
     """gpt_oss (biases, transposed) sharded over all meshes, its final norm left out."""
-    from hf_fsdpturbo.parallelize import parallelize_model
+    from hf_fsdpturbo.parallelize.order import parallelize_model
     from tests.support.tiny_models import tiny_model
 
     state = fresh_state(4, **sizes)
@@ -47,7 +47,7 @@ def sharded_model(sizes: dict, num_experts: int):
 def set_gradients(model, constants: dict[str, float] | None) -> dict[str, torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
-    from hf_fsdpturbo.weights import copy_full_tensor_
+    from hf_fsdpturbo.shards import copy_full_tensor_
 
     whole = {}
     for name, parameter in model.named_parameters():

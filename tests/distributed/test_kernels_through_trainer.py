@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_fsdpturbo.kernels import apply_kernels
+from hf_fsdpturbo.kernels.apply import apply_kernels
 from tests.support import upstream_ranks
 from tests.support.compare import compare
 from tests.support.reference_run import Record, Run, merge_batches, run_references, run_turbo, sharded_and_reference

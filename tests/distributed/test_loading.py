@@ -29,8 +29,8 @@ def load(path: str, state, dtype: torch.dtype | str = torch.float32, **kwargs):
     """The loader as the trainer mixin calls it, without a trainer."""
     from transformers import AutoModelForCausalLM
 
-    from hf_fsdpturbo.parallelize import parallelize_model
-    from hf_fsdpturbo.weights import load_sharded
+    from hf_fsdpturbo.loading.seam import load_sharded
+    from hf_fsdpturbo.parallelize.order import parallelize_model
 
     def shard(model):
         return parallelize_model(model, plain_arguments(), state)[0]

@@ -136,7 +136,7 @@ def test_streams_of_several_files_end_together(tiny):
 
 def count_masks(run):
     """Rank function: attention masks built in one training step."""
-    from hf_fsdpturbo.context_parallel.plan import SequencePlan
+    from hf_fsdpturbo.packing.sequence_plan import SequencePlan
 
     built: list[int | None] = []
     original = SequencePlan._allowed

@@ -124,11 +124,11 @@ def test_evaluation_counts_each_sample_once(tiny):
 
 def head(path: str, turbo: dict[str, Any], fault: bool) -> torch.Tensor:
     """Rank function: the score head as a trainer starts with it, whole."""
-    from hf_fsdpturbo import weights
+    from hf_fsdpturbo.loading import seam
     from tests.support.reference_run import build_trainer
 
     if fault:
-        weights.draw_heads_whole = lambda model: setattr(model, "_init_weights", model._init_weights)
+        seam.draw_heads_whole = lambda model: setattr(model, "_init_weights", model._init_weights)
     run = Run(path, two_columns(8), {"seed": 11}, turbo, "reward")
     return whole(build_trainer(run, turbo=bool(turbo)).model.score.weight)
 
@@ -147,18 +147,19 @@ def shards_then_whole(path: str, fault: bool) -> tuple[float, torch.Tensor]:
     """Rank function: a head of more rows than ranks, so that every rank holds a part of it."""
     from transformers import AutoModelForSequenceClassification, set_seed
 
-    from hf_fsdpturbo import FSDPTurboTrainingArguments, weights
+    from hf_fsdpturbo import FSDPTurboTrainingArguments
+    from hf_fsdpturbo.loading import seam
     from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
-    from hf_fsdpturbo.parallelize import parallelize_model
+    from hf_fsdpturbo.parallelize.order import parallelize_model
     from tests.support.spawn import init_gloo
 
     init_gloo()
     args = FSDPTurboTrainingArguments(output_dir="unused", use_cpu=True, ep_size=2, report_to="none")
     state = FSDPTurboParallelState.initialize(Topology.resolve(2, ep_size=2), "cpu")
     if fault:
-        weights.draw_heads_whole = lambda model: setattr(model, "_init_weights", model._init_weights)
+        seam.draw_heads_whole = lambda model: setattr(model, "_init_weights", model._init_weights)
     set_seed(5)
-    model = weights.load_sharded(
+    model = seam.load_sharded(
         path,
         AutoModelForSequenceClassification.from_pretrained,
         lambda model: parallelize_model(model, args, state)[0],

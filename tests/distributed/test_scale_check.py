@@ -69,11 +69,11 @@ def _dense_undivided(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _exchange_loses_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_fsdpturbo.dispatch import exchange
+    from hf_fsdpturbo.dispatch import row_exchange
 
-    right = exchange._AllToAllRows.backward
+    right = row_exchange._AllToAllRows.backward
     wrong = staticmethod(lambda ctx, *gradients: right(ctx, *(g * 0.5 for g in gradients)))
-    monkeypatch.setattr(exchange._AllToAllRows, "backward", wrong)
+    monkeypatch.setattr(row_exchange._AllToAllRows, "backward", wrong)
 
 
 FAULTS = {
@@ -88,7 +88,7 @@ FAULTS = {
 
 def check_all(bf16: bool) -> dict[str, dict[str, str]]:
     """Rank function: what the check says for each fault ("" = none) and layout; "" where it passes."""
-    from hf_fsdpturbo.parallelize import fsdp_options
+    from hf_fsdpturbo.parallelize.order import fsdp_options
     from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
     from tests.support.spawn import init_gloo
 

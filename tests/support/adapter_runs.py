@@ -60,11 +60,11 @@ def train_and_save(run: Run, folder: str) -> dict[str, Any]:
 
 def load_and_save(run: Run, source: str, folder: str, fault: bool = False) -> Tensor:
     """Rank function: take an adapter written by plain PEFT, save it again; logits. The fault reads lora_B wrongly."""
-    from hf_fsdpturbo.checkpoint import adapters
+    from hf_fsdpturbo.lora import adapter_files
 
     if fault:
-        right = adapters.to_expert_first
-        adapters.to_expert_first = lambda factor, weight, n: (  # type: ignore[assignment]
+        right = adapter_files.to_expert_first
+        adapter_files.to_expert_first = lambda factor, weight, n: (  # type: ignore[assignment]
             right(factor, weight, n)
             if factor == "lora_A"
             else weight.reshape(weight.shape[0], n, -1).permute(1, 0, 2)

@@ -111,7 +111,7 @@ def _eager(job: Preference) -> Preference:
 
 def evaluated(job: Preference, turbo: bool, fault: bool = False) -> dict[str, float]:
     """Rank function (and for one plain process): metrics of ``evaluate()``; the fault counts repeats as stock does."""
-    from hf_fsdpturbo.evaluation import EvaluateOnce
+    from hf_fsdpturbo.trainer.evaluation import EvaluateOnce
 
     if fault:
         del EvaluateOnce.evaluation_loop, EvaluateOnce.prediction_step

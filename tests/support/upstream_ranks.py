@@ -75,13 +75,13 @@ def train(sizes: dict[str, int], num_experts: int, how: dict[str, Any]) -> dict[
     if how.get("published"):
         _as_published(model, names, state, how["efsdp"])
     else:
-        from hf_fsdpturbo.sharding import upstream
+        from hf_fsdpturbo.sharding import fsdp_turbo
 
-        notes += upstream.check_upstream(params, model, "cpu")
-        upstream.expert_parallelize(
+        notes += fsdp_turbo.check_upstream(params, model, "cpu")
+        fsdp_turbo.expert_parallelize(
             model, names, state.ep_mesh, dispatcher="eager", divide_factor=factor, device=torch.device("cpu")
         )
-        notes += upstream.expert_fully_shard(
+        notes += fsdp_turbo.expert_fully_shard(
             model, names, state.expert_fsdp_mesh, params=params, divide_factor=factor,
             num_local_experts=num_experts // topology.ep_size, options=options(how.get("bf16", False)),
         )  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdpturbo.arguments import FSDPTurboTrainingArguments, mixin, sizes_for_world
+from hf_fsdpturbo.arguments import FSDPTurboTrainingArguments, sizes_for_world, turbo_arguments
 from hf_fsdpturbo.launch_config import read_launch_config
 from hf_fsdpturbo.parallel_state import Topology
 
@@ -34,7 +34,7 @@ def _clean_environment(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("FSDPTURBO_", "ACCELERATE_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(mixin, "_warned", set())
+    monkeypatch.setattr(turbo_arguments, "_warned", set())
 
 
 def test_the_list_is_complete():

@@ -20,9 +20,9 @@ from hf_fsdpturbo.arguments import (
     KernelParams,
     bf16_storage_warning,
     describe_sources,
-    mixin,
     sizes_for_world,
     sources,
+    turbo_arguments,
 )
 
 YAML_HEAD = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\n"
@@ -33,7 +33,7 @@ def _clean_environment(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("FSDPTURBO_", "ACCELERATE_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(mixin, "_warned", set())
+    monkeypatch.setattr(turbo_arguments, "_warned", set())
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_fsdpturbo.checkpoint import commit, dcp, scheduler
-from hf_fsdpturbo.checkpoint.agreement import CheckpointError, together
+from hf_fsdpturbo.ranks import CheckpointError, together
 
 
 def make(run_dir, step: int, content: str = "x") -> str:
@@ -185,13 +185,13 @@ def test_a_failing_rank_asks_nobody_about_a_background_save(monkeypatch):
     """The others may never come to a collective: waiting for them would hide the error and keep the process."""
     from types import SimpleNamespace
 
-    from hf_fsdpturbo.checkpoint import hooks
+    from hf_fsdpturbo.trainer import saving
 
     class Loop:
         def train(self, *args, **kwargs):
             raise RuntimeError("out of memory")
 
-    class Trainer(hooks.CheckpointHooks, Loop):
+    class Trainer(saving.CheckpointHooks, Loop):
         pass
 
     waited = []
@@ -199,7 +199,7 @@ def test_a_failing_rank_asks_nobody_about_a_background_save(monkeypatch):
     trainer.args = SimpleNamespace(save_on_each_node=False, push_to_hub=False)
     trainer.async_save = True
     trainer._background = SimpleNamespace(wait=lambda: waited.append(True))
-    monkeypatch.setattr(hooks, "agree", lambda *args: pytest.fail("a collective on the way out"))
+    monkeypatch.setattr(saving, "agree", lambda *args: pytest.fail("a collective on the way out"))
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
     assert waited == [True]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_fsdpturbo.context_parallel.checks import check_model, requested_attention
+from hf_fsdpturbo.context_parallel.exactness import check_model, requested_attention
 from hf_fsdpturbo.context_parallel.local_attention import KERNELS
 from tests.support.tiny_models import tiny_config
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_fsdpturbo.context_parallel.documents import keep_documents_apart, masks_ignore_documents
+from hf_fsdpturbo.packing.prepared_masks import keep_documents_apart, masks_ignore_documents
 from tests.support.compare import distance
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 

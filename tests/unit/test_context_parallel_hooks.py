@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_fsdpturbo.context_parallel.hooks import ContextParallelHooks, GatherOnce
+from hf_fsdpturbo.trainer.batches import ContextParallelHooks, GatherOnce
 
 WORLD, CP, REMAINDER = 6, 2, 3  # three data ranks of two rows each, the last batch has three real rows
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from hf_fsdpturbo.context_parallel import local_attention
 from hf_fsdpturbo.context_parallel.local_attention import KERNELS, Call
-from hf_fsdpturbo.context_parallel.plan import make_plan
 from hf_fsdpturbo.context_parallel.ulysses import head_copies
+from hf_fsdpturbo.packing.sequence_plan import make_plan
 
 BATCH, LENGTH, HEADS, GROUPS, WIDTH = 2, 12, 4, 2, 8
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2]])

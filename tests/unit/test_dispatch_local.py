@@ -7,7 +7,7 @@ import torch
 
 from hf_fsdpturbo import compat
 from hf_fsdpturbo.arguments.params import DISPATCHER_NAMES
-from hf_fsdpturbo.dispatch import DISPATCHERS, get_dispatcher
+from hf_fsdpturbo.dispatch.dispatcher import DISPATCHERS, get_dispatcher
 from hf_fsdpturbo.dispatch.packed_rows import PackedLayout
 from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts
 from tests.distributed.test_dispatchers import MODULES, all_inputs, relative

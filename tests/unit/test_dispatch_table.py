@@ -7,7 +7,7 @@ import importlib
 import pytest
 
 from hf_fsdpturbo.arguments import DISPATCHER_NAMES
-from hf_fsdpturbo.dispatch import DISPATCHERS, Dispatcher, get_dispatcher
+from hf_fsdpturbo.dispatch.dispatcher import DISPATCHERS, Dispatcher, get_dispatcher
 
 
 def test_names_are_those_of_the_arguments():

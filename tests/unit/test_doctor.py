@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from hf_fsdpturbo import cli, doctor
+from hf_fsdpturbo import cli
 from hf_fsdpturbo.doctor import checks, probes
+from hf_fsdpturbo.doctor import report as doctor
 from tests.support.linear_attention_model import install_module
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from hf_fsdpturbo.kernels import apply_kernels, linear_attention
-from hf_fsdpturbo.kernels import documents as documents_module
-from hf_fsdpturbo.kernels.documents import derive_documents
+from hf_fsdpturbo.kernels import linear_attention
+from hf_fsdpturbo.kernels.apply import apply_kernels
+from hf_fsdpturbo.packing import documents as documents_module
+from hf_fsdpturbo.packing.documents import derive_documents
 from tests.support.linear_attention_model import VOCAB, small_qwen3_5_moe
 
 

@@ -7,13 +7,12 @@ import torch
 
 peft = pytest.importorskip("peft")
 
-from hf_fsdpturbo.parallelize.adapters import (  # noqa: E402
+from hf_fsdpturbo.lora.adapter import (  # noqa: E402
     add_adapter,
     check_peft_config,
     draw_adapters,
     hide,
     make_shardable,
-    materialise,
     wrappers,
 )
 from hf_fsdpturbo.sharding import expert_lora  # noqa: E402
@@ -26,6 +25,7 @@ from hf_fsdpturbo.sharding.expert_lora import (  # noqa: E402
     to_peft,
     wrapper_chain,
 )
+from hf_fsdpturbo.shards import materialize  # noqa: E402
 from tests.support.tiny_models import tiny_model  # noqa: E402
 
 EXPERTS = {
@@ -171,7 +171,7 @@ def test_adapters_are_drawn_as_peft_draws_them(case, dtype):
     torch.manual_seed(3)
     stock = peft.get_peft_model(stock_base, config(**DRAWS[case]))
     mine = add_adapter(base, config(**DRAWS[case]))
-    materialise(mine, torch.device("cpu"))
+    materialize(mine, torch.device("cpu"))
     torch.manual_seed(3)
     draw_adapters(mine)
     factors = expert_factors(mine)

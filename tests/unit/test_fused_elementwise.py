@@ -10,8 +10,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as interleaved_rotation
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
-from hf_fsdpturbo.kernels import elementwise, liger, npu
-from hf_fsdpturbo.kernels.auto import AUTO, apply_auto, apply_liger
+from hf_fsdpturbo.kernels import elementwise, liger, npu_elementwise
+from hf_fsdpturbo.kernels.accelerator_set import AUTO, apply_auto, apply_liger
 from tests.support.linear_attention_model import VOCAB, install_module, small_qwen3_5_moe
 from tests.support.torch_npu_stand_in import TorchNpuStandIn
 
@@ -135,7 +135,7 @@ def test_liger_kernels_give_the_same_loss_and_gradients(monkeypatch, build, norm
 
 def test_auto_on_cuda_without_liger_says_so_and_liger_by_name_is_an_error(monkeypatch):
     monkeypatch.setattr("hf_fsdpturbo.compat.is_available", lambda name: False)
-    monkeypatch.setattr("hf_fsdpturbo.kernels.auto.is_available", lambda name: False)
+    monkeypatch.setattr("hf_fsdpturbo.kernels.accelerator_set.is_available", lambda name: False)
     model = small_qwen3_moe()
     assert "liger-kernel is not installed" in apply_auto(model, "cuda").notices[0]
     with pytest.raises(ValueError, match="liger-kernel"):
@@ -144,7 +144,7 @@ def test_auto_on_cuda_without_liger_says_so_and_liger_by_name_is_an_error(monkey
 
 def test_liger_after_auto_is_not_applied_twice(monkeypatch):
     from hf_fsdpturbo.arguments import KernelParams
-    from hf_fsdpturbo.kernels import apply_kernels
+    from hf_fsdpturbo.kernels.apply import apply_kernels
 
     liger_stand_in(monkeypatch, [])
     model = small_qwen3_moe()
@@ -157,7 +157,7 @@ def test_liger_after_auto_is_not_applied_twice(monkeypatch):
 
 def test_liger_that_matches_nothing_is_an_error(monkeypatch):
     from hf_fsdpturbo.arguments import KernelParams
-    from hf_fsdpturbo.kernels import apply_kernels
+    from hf_fsdpturbo.kernels.apply import apply_kernels
 
     liger_stand_in(monkeypatch, [])
     with pytest.raises(ValueError, match="'liger' matches nothing in Linear"):
@@ -196,7 +196,7 @@ def test_recognition_works_while_a_model_is_being_made_on_meta():
 def test_a_copied_model_keeps_its_own_weights(monkeypatch):
     TorchNpuStandIn().install(monkeypatch)
     model = small_qwen3_moe()
-    undos = elementwise.fuse_norms(model, npu.rms_norm, "cpu")
+    undos = elementwise.fuse_norms(model, npu_elementwise.rms_norm, "cpu")
     twin = copy.deepcopy(model)
     nn.init.constant_(twin.model.norm.weight, 3.0)
     x = torch.randn(2, 32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_fsdpturbo.parallelize.given_arguments import GivenArguments, names_taken
+from hf_fsdpturbo.trainer.given_arguments import GivenArguments, names_taken
 
 
 class _Base:

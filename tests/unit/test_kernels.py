@@ -10,7 +10,8 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
 from hf_fsdpturbo.arguments import KernelParams
 from hf_fsdpturbo.compat import MissingDependencyError
-from hf_fsdpturbo.kernels import apply_kernels, fla, linear_attention, rebinding
+from hf_fsdpturbo.kernels import fla, linear_attention, rebinding
+from hf_fsdpturbo.kernels.apply import apply_kernels
 from hf_fsdpturbo.kernels.rebinding import CONV, RECURRENT, RULE, current_rule
 from tests.support.fla_stand_in import FlaStandIn
 from tests.support.linear_attention_model import VOCAB, install_module, small_qwen3_5_moe
@@ -93,7 +94,7 @@ def test_liger_off_cuda_is_an_error_and_leaves_nothing_behind():
 
 def test_liger_after_an_auto_that_had_no_liger_is_still_an_error(monkeypatch):
     monkeypatch.setattr("hf_fsdpturbo.compat.is_available", lambda name: False)
-    monkeypatch.setattr("hf_fsdpturbo.kernels.auto.is_available", lambda name: False)
+    monkeypatch.setattr("hf_fsdpturbo.kernels.accelerator_set.is_available", lambda name: False)
     for names in (["liger"], ["auto", "liger"]):
         with pytest.raises(MissingDependencyError, match="kernel_config name 'liger'"):
             apply_kernels(small_qwen3_5_moe(), KernelParams(names), "cuda")

@@ -166,7 +166,7 @@ def test_a_dense_model_of_an_expert_family():
     """Every layer dense by ``mlp_only_layers``: nothing to route at ep_size 1, refused above."""
     from transformers import AutoModelForCausalLM
 
-    from hf_fsdpturbo.parallelize import find_experts
+    from hf_fsdpturbo.model_spec import find_experts
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe", mlp_only_layers=[0, 1]))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hf_fsdpturbo import compat
-from hf_fsdpturbo.ops import OPS, get_ops
 from hf_fsdpturbo.ops.expert_mlp import SlotMap, expert_mlp
 from hf_fsdpturbo.ops.functional import grouped_matmul, permute, swiglu, unpermute
+from hf_fsdpturbo.ops.table import OPS, get_ops
 from tests.support import npu_stand_in
 
 needs_grouped_mm = pytest.mark.skipif(

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from trl.trainer import dpo_trainer, kto_trainer, reward_trainer, sft_trainer, utils
 
 from hf_fsdpturbo import FSDPTurboDPOTrainer, FSDPTurboRewardTrainer, FSDPTurboSFTTrainer
-from hf_fsdpturbo.parallelize.reference import ONLINE_TRAINERS, trainer_functions_replaced
+from hf_fsdpturbo.trainer.reference import ONLINE_TRAINERS, trainer_functions_replaced
 
 
 @pytest.mark.parametrize("module", [dpo_trainer, kto_trainer])

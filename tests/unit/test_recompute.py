@@ -10,7 +10,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from hf_fsdpturbo.dispatch import get_dispatcher, recompute
+from hf_fsdpturbo.dispatch import recompute
+from hf_fsdpturbo.dispatch.dispatcher import get_dispatcher
 from hf_fsdpturbo.dispatch.recompute import current_tape, find_routers, install_routing_tape
 from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_fsdpturbo import launch_config
-from hf_fsdpturbo.arguments import FSDPTurboTrainingArguments, mixin
+from hf_fsdpturbo.arguments import FSDPTurboTrainingArguments, turbo_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def _clean_environment(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("FSDPTURBO_", "ACCELERATE_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(mixin, "_warned", set())
+    monkeypatch.setattr(turbo_arguments, "_warned", set())
 
 
 @pytest.fixture
@@ -257,8 +257,8 @@ def test_harmless_settings_warn_once_on_rank_0(build, caplog, monkeypatch, kwarg
         build()
     assert sum(word in r.getMessage() for r in caplog.records) == 1
     caplog.clear()
-    monkeypatch.setattr(mixin, "_warned", set())
-    monkeypatch.setattr(mixin.launch_config, "rank", lambda: 1)
+    monkeypatch.setattr(turbo_arguments, "_warned", set())
+    monkeypatch.setattr(turbo_arguments.launch_config, "rank", lambda: 1)
     with caplog.at_level(logging.WARNING, logger="hf_fsdpturbo"):
         build(**kwargs)
     assert word not in caplog.text

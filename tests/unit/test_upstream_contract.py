@@ -22,7 +22,7 @@ def source(function) -> str:
     return inspect.getsource(function)
 
 
-# Transformers: loading (weights.py, checkpoint/headers.py)
+# Transformers: loading (loading/)
 
 
 def test_loader_calls_our_seam_before_weights_load():
@@ -115,7 +115,7 @@ def test_dtype_plan_and_head_initialisation():
     assert arguments(PreTrainedModel._init_weights) == ["self", "module"]
 
 
-# Transformers: the trainer (trainer.py, checkpoint/hooks.py, context_parallel/hooks.py)
+# Transformers: the trainer (trainer/)
 
 HOOKS = {
     "create_accelerator_and_postprocess": ["self"],
@@ -184,7 +184,7 @@ def test_norm_is_asked_for_once_a_step():
     assert "self._get_grad_norm(model" in text
 
 
-# accelerate (trainer.py, parallel_state.py)
+# accelerate (trainer/mixin.py, parallel_state.py)
 
 
 def test_prepared_models_pass_through():

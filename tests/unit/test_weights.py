@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_fsdpturbo import weights
-from hf_fsdpturbo.checkpoint.files import cached_headers, check_checkpoint_files, safetensors_header
-from hf_fsdpturbo.checkpoint.headers import check_headers
+from hf_fsdpturbo.loading import seam
+from hf_fsdpturbo.loading.files import cached_headers, check_checkpoint_files, safetensors_header
+from hf_fsdpturbo.loading.headers import check_headers
+from hf_fsdpturbo.shards import copy_full_tensor_
 from tests.support.tiny_models import FAMILIES, tiny_config
 
 
@@ -42,7 +43,7 @@ def loaded_rows(mesh, placements, full: torch.Tensor, local_shape, dtype=torch.f
     """What ``copy_full_tensor_`` leaves in this rank's shard."""
     local = torch.full(local_shape, float("nan"), dtype=dtype)
     target = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-    weights.copy_full_tensor_(target, full)
+    copy_full_tensor_(target, full)
     return target.to_local()
 
 
@@ -81,10 +82,10 @@ def test_dtype_is_converted_and_shapes_must_agree(on_rank):
     local = loaded_rows(on_rank(1, (2,)), [Shard(0)], full, (2, 2), dtype=torch.bfloat16)
     assert torch.equal(local, full[2:].bfloat16())
     plain = nn.Parameter(torch.zeros(4, 2, dtype=torch.bfloat16))
-    weights.copy_full_tensor_(plain, full)
+    copy_full_tensor_(plain, full)
     assert torch.equal(plain, full.bfloat16())
     with pytest.raises(ValueError, match=r"\(3, 2\) does not fit a parameter of \(4, 2\)"):
-        weights.copy_full_tensor_(plain, torch.zeros(3, 2))
+        copy_full_tensor_(plain, torch.zeros(3, 2))
 
 
 def test_loader_seam_is_put_back_even_after_an_error():
@@ -94,7 +95,7 @@ def test_loader_seam_is_put_back_even_after_an_error():
     own = "maybe_distribute_model" in vars(PreTrainedModel)
 
     def fail_while_open() -> None:
-        with weights.sharding_during_load(lambda model: model):
+        with seam.sharding_during_load(lambda model: model):
             assert PreTrainedModel.maybe_distribute_model.__func__ is not before
             raise KeyError
 
@@ -120,15 +121,15 @@ REPORT = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": se
 )
 def test_what_transformers_logs_is_an_error(info: dict, parts: tuple[str, ...]):
     with pytest.raises(ValueError, match="does not fit the model") as caught:
-        weights.check_loading_info("some/path", {**REPORT, **info})
+        seam.check_loading_info("some/path", {**REPORT, **info})
     for part in ("some/path", *parts):
         assert part in str(caught.value)
 
 
 def test_a_fresh_task_head_is_fine():
     report = {**REPORT, "missing_keys": {"score.weight"}, "unexpected_keys": {"lm_head.weight"}}
-    assert weights.check_loading_info("p", report) == ["score.weight"]
-    assert weights.check_loading_info("p", REPORT) == []
+    assert seam.check_loading_info("p", report) == ["score.weight"]
+    assert seam.check_loading_info("p", REPORT) == []
 
 
 # Headers against models
@@ -263,8 +264,8 @@ def test_a_hub_id_is_checked_like_a_folder(tiny, tmp_path):
     for key in (expert, "model.layers.0.mlp.gate.weight"):
         save_file({name: tensor for name, tensor in whole.items() if name != key}, file, metadata={"format": "pt"})
         with pytest.raises(ValueError, match=key.replace(".", r"\.")):
-            weights.load_whole("somebody/moe", AutoModelForCausalLM.from_pretrained, **where)
+            seam.load_whole("somebody/moe", AutoModelForCausalLM.from_pretrained, **where)
     save_file(whole, file, metadata={"format": "pt"})
-    model = weights.load_whole("somebody/moe", AutoModelForCausalLM.from_pretrained, **where)
+    model = seam.load_whole("somebody/moe", AutoModelForCausalLM.from_pretrained, **where)
     assert torch.equal(model.lm_head.weight, whole["lm_head.weight"])
     assert getattr(model.config, "distributed_config", None) is None

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_turbo import faults
 from fsdp_turbo.utils.str_match import module_name_match
-from hf_fsdpturbo.dispatch.exchange import all_to_all_rows
+from hf_fsdpturbo.dispatch.row_exchange import all_to_all_rows
 
 KNOWN = {"OLD": ("eager", "fused", "mc2"), "NEW": ("eager", "fused", "mc2", "domino", "moonep")}
 SEEN: list[str] = []  # dispatcher names that arrived

@@ -1,67 +1,24 @@
-"""Which rank holds which box of every tensor, and bringing rows of one tensor to one rank.
+"""Tensors spread over ranks: who holds which box of each, and bringing rows of one tensor to one rank.
 
-A *box* is what a rank holds of a tensor: an offset and a shape in the whole tensor. *Rows* are indices of dim 0.
+*Rows* are indices of dim 0; boxes see ``shards.py``.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from hf_fsdpturbo.checkpoint.agreement import agree, rank, world_size
-
-
-@dataclass(frozen=True, order=True)
-class Box:
-    """Offset and shape of one rank's part of a tensor."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def rows(self, start: int, stop: int) -> tuple[int, int]:
-        """What this box has of rows ``[start, stop)``, counted in the whole tensor; empty when start >= stop."""
-        return max(start, self.offset[0]), min(stop, self.offset[0] + self.shape[0])
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part as a plain tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_box(tensor: Tensor) -> Box:
-    """This rank's box, as DTensor itself computes it; a plain tensor is whole.
-
-    Raises:
-        ValueError: what the rank holds has another shape (a layout that DTensor cannot describe).
-    """
-    if not isinstance(tensor, DTensor):
-        return Box((0,) * tensor.ndim, tuple(tensor.shape))
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if tuple(shape) != tuple(tensor.to_local().shape):
-        found = tuple(tensor.to_local().shape)
-        raise ValueError(f"A shard of shape {found} should have {tuple(shape)}: {tensor.placements}.")
-    return Box(tuple(offset), tuple(shape))
+from hf_fsdpturbo.ranks import agree, everyone, rank
+from hf_fsdpturbo.shards import Box, local_box, local_tensor, transport_device
 
 
 def _check_cover(name: str, shape: torch.Size, boxes: set[Box]) -> None:
     covered = sum(math.prod(box.shape) for box in boxes)
     if covered != math.prod(shape):
         raise ValueError(f"{name}: the ranks' parts hold {covered} elements of {math.prod(shape)}.")
-
-
-def transport_device(tensor: Tensor) -> torch.device:
-    """Where a tensor must lie to be sent over the default group: its own device if the group has a backend for it."""
-    config = str(dist.get_backend_config(dist.group.WORLD))
-    if f"{tensor.device.type}:" in config or ":" not in config:
-        return tensor.device
-    accelerator = torch.accelerator.current_accelerator()
-    return tensor.device if accelerator is None else accelerator
 
 
 class RankTensors:
@@ -79,14 +36,11 @@ class RankTensors:
         except ValueError as caught:
             error = caught
         agree(error, "reading the sharding")
-        everyone: list[dict[str, Box]] = [mine]
-        if world_size() > 1:
-            everyone = [{} for _ in range(world_size())]
-            dist.all_gather_object(everyone, mine)
+        theirs: list[dict[str, Box]] = everyone(mine)
         self.holders: dict[str, dict[Box, list[int]]] = {}
         for name, tensor in tensors.items():
             holders: dict[Box, list[int]] = {}
-            for owner, boxes in enumerate(everyone):
+            for owner, boxes in enumerate(theirs):
                 if math.prod(boxes[name].shape):
                     holders.setdefault(boxes[name], []).append(owner)
             _check_cover(name, tensor.shape, set(holders))

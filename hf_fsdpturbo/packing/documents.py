@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdpturbo.kernels.gated_delta_rule import document_ids_from_cu_seqlens
-
 
 class Documents:
     """The documents of one packed batch.
@@ -34,6 +32,12 @@ class Documents:
         self.ids = ids
         self.cu_seqlens = cu_seqlens
         self.cu_seqlens_cpu = cu_seqlens_cpu
+
+
+def document_ids_from_cu_seqlens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
+    """[1, S] int64 ids 0..N-1 from cumulative lengths [N + 1] (first 0, last S) of a flattened batch."""
+    positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return (torch.searchsorted(cu_seqlens, positions, right=True) - 1).unsqueeze(0)
 
 
 def documents_from_ids(ids: torch.Tensor) -> Documents | None:

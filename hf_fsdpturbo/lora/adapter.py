@@ -12,64 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from hf_fsdpturbo.arguments import FSDPTurboArguments
-from hf_fsdpturbo.checkpoint.adapters import is_peft
-from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
-from hf_fsdpturbo.parallelize import ShardingReport, find_experts, parallelize_model
+from hf_fsdpturbo.model_spec import find_experts
 from hf_fsdpturbo.sharding.expert_lora import FACTORS, is_param_wrapper, store_expert_first, to_expert_first
-from hf_fsdpturbo.weights import copy_full_tensor_
+from hf_fsdpturbo.shards import copy_full_tensor_
 
 PLAIN_INITS = (True, False, "gaussian")
 """Values of init_lora_weights that need nothing of the base weights, which no rank holds whole."""
-
-
-class Adapter:
-    """The adapter of one load: from ``peft_config``, or in a PEFT model that was given whole, or none.
-
-    Args:
-        config: what to add; None adds nothing.
-        model: the model that was given, if it was an object.
-    """
-
-    def __init__(self, config: Any, model: Any = None) -> None:
-        self.config = config
-        self.peft_model: Any = model if is_peft(model) else None
-        self.on_meta = False
-        self.show: Callable[[], None] = lambda: None
-
-    def parallelize(
-        self, model: Any, args: FSDPTurboArguments, state: FSDPTurboParallelState
-    ) -> tuple[Any, ShardingReport]:
-        """``parallelize_model`` of a base model with the adapter in it; after it the wrappers are hidden.
-
-        Raises:
-            ValueError: the adapter does not fit; naming field, value, rule, fix.
-        """
-        if self.config is not None:
-            self.on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
-            self.peft_model = add_adapter(model, self.config)
-        elif self.peft_model is not None:
-            make_shardable(self.peft_model)
-        if self.peft_model is not None and args.fsdpturbo_params.ep_backend != "torch":
-            raise ValueError(
-                f"ep_backend={args.fsdpturbo_params.ep_backend!r} does not take LoRA. Set ep_backend to 'torch'."
-            )
-        model, report = parallelize_model(model, args, state)
-        if self.peft_model is not None:
-            self.show = hide(model)
-            self.peft_model._is_accelerate_prepared = True
-        return model, report
-
-    def finish(self, model: Any, device: torch.device) -> Any:
-        """The PEFT model, adapters drawn; the model itself where there is no adapter."""
-        self.show()
-        if self.on_meta:
-            materialise(self.peft_model, device)
-            draw_adapters(self.peft_model)
-        return model if self.peft_model is None else self.peft_model
 
 
 def check_peft_config(config: Any) -> None:
@@ -203,26 +153,6 @@ def _original(wrapper: Any) -> nn.Module:
     return wrapper.get_base_layer() if isinstance(wrapper, BaseTunerLayer) else wrapper.original_module
 
 
-def materialise(peft_model: nn.Module, device: torch.device) -> None:
-    """Give what is still on meta (adapters, copies of modules_to_save) memory, sharded as it is, with any values."""
-    for module in peft_model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.device.type != "meta":
-                continue
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            value: Tensor = torch.empty(local.shape, dtype=parameter.dtype, device=device)
-            if isinstance(parameter, DTensor):
-                value = DTensor.from_local(
-                    value,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-            module._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-
-
 def draw_adapters(peft_model: Any) -> None:
     """Initialise adapters on sharded weights as PEFT does on whole ones, from this process's CPU random state.
 
@@ -261,16 +191,3 @@ def _draw_layer(layer: Any, adapter: str, kind: Any) -> None:
         if linear.weight.ndim == 3:
             whole = to_expert_first(factor, whole, num_experts)
         copy_full_tensor_(linear.weight, whole)
-
-
-def refuse_second_adapter(policy: Any) -> None:
-    """TRL would add a reference adapter to a PEFT model after it is sharded, which PEFT cannot do.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(
-        f"model is a {type(policy).__name__} and ref_model is None: TRL would add an adapter named 'ref' to the model "
-        "after it is sharded, which PEFT cannot do. Pass the base model's path with peft_config (its base is then the "
-        "reference), or pass ref_model."
-    )

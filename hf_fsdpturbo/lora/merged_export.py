@@ -6,15 +6,15 @@ import os
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from hf_fsdpturbo.checkpoint.agreement import rank, together
-from hf_fsdpturbo.checkpoint.boxes import RankTensors, local_box, local_tensor
 from hf_fsdpturbo.checkpoint.commit import wait_visible
 from hf_fsdpturbo.checkpoint.hub import export_tensors, saved_tensors
-from hf_fsdpturbo.parallelize.adapters import hide, layers_inside, wrappers
+from hf_fsdpturbo.checkpoint.rank_tensors import RankTensors
+from hf_fsdpturbo.lora.adapter import hide, layers_inside, wrappers
+from hf_fsdpturbo.ranks import rank, together
 from hf_fsdpturbo.sharding.expert_lora import FACTORS, is_param_wrapper, merged_weight
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
+from hf_fsdpturbo.shards import like, local_box, local_tensor, whole_tensor
 
 
 def export_merged(peft_model: Any, directory: str, max_file_bytes: int, tokenizer: Any = None) -> list[str]:
@@ -54,22 +54,11 @@ def export_merged(peft_model: Any, directory: str, max_file_bytes: int, tokenize
 
 def _merged(weight: Tensor, layer: Any, adapter: str) -> Tensor:
     """``weight`` plus the layer's adapter, sharded like it; both factors are gathered for the length of the call."""
-    a, b = (_whole(getattr(layer, factor)[adapter].weight.detach()) for factor in FACTORS)
-    box, local = local_box(weight), local_tensor(weight.detach())
-    part = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+    a, b = (whole_tensor(getattr(layer, factor)[adapter].weight.detach()) for factor in FACTORS)
+    part, local = local_box(weight).slices, local_tensor(weight.detach())
     if a.ndim == 3:
         merged = merged_weight(local, layer, adapter, a, b, part)
     else:
         delta = (b[part[0]].float() @ a[:, part[1]].float()) * layer.scaling[adapter]
         merged = (local.float() + delta).to(local.dtype)
-    if not isinstance(weight, DTensor):
-        return merged
-    return DTensor.from_local(
-        merged, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
+    return like(weight, merged)

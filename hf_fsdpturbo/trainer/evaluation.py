@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
-from hf_fsdpturbo.context_parallel.hooks import only_tensors
+from hf_fsdpturbo.trainer.batches import only_tensors
 
 
 class EvaluationRows:

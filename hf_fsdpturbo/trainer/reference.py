@@ -14,12 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.arguments import FSDPTurboArguments
-from hf_fsdpturbo.checkpoint.adapters import is_peft
+from hf_fsdpturbo.lora.adapter_files import is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
-from hf_fsdpturbo.parallelize.adapters import refuse_second_adapter
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
-from hf_fsdpturbo.parallelize.given_arguments import GivenArguments
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
+from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 
 ONLINE_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 """TRL's trainers that build models inside their own ``__init__`` and generate; refused until that is built."""
@@ -116,3 +115,16 @@ def trainer_functions_replaced(trainer_class: type, **functions: Any) -> Iterato
     finally:
         for names, name, own in before:
             names[name] = own
+
+
+def refuse_second_adapter(policy: Any) -> None:
+    """TRL would add a reference adapter to a PEFT model after it is sharded, which PEFT cannot do.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"model is a {type(policy).__name__} and ref_model is None: TRL would add an adapter named 'ref' to the model "
+        "after it is sharded, which PEFT cannot do. Pass the base model's path with peft_config (its base is then the "
+        "reference), or pass ref_model."
+    )

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from hf_fsdpturbo.context_parallel.boundary import text_models
 from hf_fsdpturbo.context_parallel.local_attention import EAGER, KERNELS
 from hf_fsdpturbo.kernels.rebinding import CONV, RULE, linear_attention_layers, scope_of
+from hf_fsdpturbo.packing.text_models import text_models
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # Transformers' registry, read by every attention that can be replaced
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")

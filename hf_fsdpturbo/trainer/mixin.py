@@ -20,24 +20,25 @@ from transformers.trainer_utils import enable_full_determinism
 
 from hf_fsdpturbo import compat, grad_norm
 from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, sizes_for_world
-from hf_fsdpturbo.checkpoint.adapters import is_peft
-from hf_fsdpturbo.checkpoint.hooks import CheckpointHooks
-from hf_fsdpturbo.context_parallel.hooks import ContextParallelHooks
-from hf_fsdpturbo.evaluation import EvaluateOnce
+from hf_fsdpturbo.lora.adapter_files import is_peft
+from hf_fsdpturbo.lora.merged_export import export_merged
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
-from hf_fsdpturbo.parallelize import ShardingReport
-from hf_fsdpturbo.parallelize.build import build_model, reload_weights, shard_given_model
-from hf_fsdpturbo.parallelize.given_arguments import GivenArguments
-from hf_fsdpturbo.parallelize.merged_export import export_merged
-from hf_fsdpturbo.parallelize.reference import add_reference, hash_shards, trainer_functions_replaced
-from hf_fsdpturbo.parallelize.refusals import (
+from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
+from hf_fsdpturbo.parallelize.order import ShardingReport
+from hf_fsdpturbo.parallelize.reload import reload_weights
+from hf_fsdpturbo.sharding.outer_fsdp import reshard
+from hf_fsdpturbo.trainer.batches import ContextParallelHooks
+from hf_fsdpturbo.trainer.evaluation import EvaluateOnce
+from hf_fsdpturbo.trainer.given_arguments import GivenArguments
+from hf_fsdpturbo.trainer.reference import add_reference, hash_shards, trainer_functions_replaced
+from hf_fsdpturbo.trainer.refusals import (
     aux_loss_warning,
     refuse_images,
     refuse_model,
     refuse_optimizers,
     refuse_unsharded,
 )
-from hf_fsdpturbo.sharding.outer_fsdp import reshard
+from hf_fsdpturbo.trainer.saving import CheckpointHooks
 
 
 class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):

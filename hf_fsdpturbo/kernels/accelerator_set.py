@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from hf_fsdpturbo.compat import OPTIONAL, is_available
-from hf_fsdpturbo.kernels import elementwise, liger, npu
+from hf_fsdpturbo.kernels import elementwise, liger, npu_elementwise
 from hf_fsdpturbo.kernels.rebinding import Undo
 
 
@@ -39,10 +39,10 @@ def _cuda(model: nn.Module, device_type: str) -> Applied:
 
 
 def _npu(model: nn.Module, device_type: str) -> Applied:
-    npu.load("kernel_config name 'auto'")
-    norms = elementwise.fuse_norms(model, npu.rms_norm, device_type)
-    ropes = elementwise.fuse_rotary(model, npu.rotary, device_type, "npu")
-    mlps = elementwise.fuse_mlps(model, npu.swiglu, device_type)
+    npu_elementwise.load("kernel_config name 'auto'")
+    norms = elementwise.fuse_norms(model, npu_elementwise.rms_norm, device_type)
+    ropes = elementwise.fuse_rotary(model, npu_elementwise.rotary, device_type, "npu")
+    mlps = elementwise.fuse_mlps(model, npu_elementwise.swiglu, device_type)
     line = (
         f"auto: npu_rms_norm in {len(norms)} modules, npu_rotary_mul in {len(ropes)} modeling files, npu_swiglu in "
         f"{len(mlps)} MLPs; experts run in the dispatcher"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.arguments.defaults import UnsetDict, UnsetInt, is_given
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, InitParams, KernelParams
-from hf_fsdpturbo.arguments.refusals import refuse_unsupported, settle_after_setup
 from hf_fsdpturbo.arguments.sources import (
     DEFAULT,
     ENVIRONMENT,
@@ -24,6 +23,7 @@ from hf_fsdpturbo.arguments.sources import (
     resolve_settings,
     without_effect_alone,
 )
+from hf_fsdpturbo.arguments.unsupported import refuse_unsupported, settle_after_setup
 from hf_fsdpturbo.compat import check_floors
 
 logger = logging.getLogger(__name__)

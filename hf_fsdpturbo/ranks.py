@@ -1,13 +1,16 @@
-"""A failure on one rank is raised on all of them: no hang, no rank-0-only error."""
+"""Who am I, what do the others say, and do all go on together: a failure on one rank is raised on all of them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+# Note [Failures that ranks exchange]
 # Whatever reading, writing and converting raise (tokenizers raise a bare Exception on a full disk): no rank may leave
 # a block alone, and nothing is swallowed, as all ranks raise it again. DCP's own exception derives from BaseException
 # and is already the same on every rank; it is agreed on once more, harmlessly.
@@ -28,6 +31,30 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def everyone(value: Any) -> list[Any]:
+    """What each rank passed, by rank; any picklable objects. Collective; in one process ``[value]``."""
+    values = [value]
+    if world_size() > 1:
+        values = [None] * world_size()
+        with torch.device("cpu"):  # the caller may be building a model on meta
+            dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank0(value: Any) -> Any:
+    """What rank 0 passed, on all ranks; any picklable object. Collective."""
+    shared = [value]
+    if world_size() > 1:
+        with torch.device("cpu"):
+            dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def on_ranks(failed: list[int]) -> str:
+    """`` on rank 1, 3 of 8``; empty in one process."""
+    return "" if world_size() == 1 else f" on rank {', '.join(map(str, failed))} of {world_size()}"
+
+
 def agree(error: BaseException | None, what: str) -> None:
     """Exchange failures; every rank must call it.
 
@@ -39,15 +66,10 @@ def agree(error: BaseException | None, what: str) -> None:
         CheckpointError: some rank failed; names the ranks and the first message.
     """
     message = None if error is None or _only_elsewhere(error) else _first_line(error)
-    messages: list[str | None] = [message]
-    if world_size() > 1:
-        messages = [None] * world_size()
-        dist.all_gather_object(messages, message)
-    failed = {index: text for index, text in enumerate(messages) if text is not None}
+    failed = {index: text for index, text in enumerate(everyone(message)) if text is not None}
     if failed:
         first = next(iter(failed.values()))
-        where = "" if world_size() == 1 else f" on rank {', '.join(map(str, failed))} of {world_size()}"
-        raise CheckpointError(f"{what} failed{where}: {first}") from error
+        raise CheckpointError(f"{what} failed{on_ranks(list(failed))}: {first}") from error
 
 
 def _only_elsewhere(error: BaseException) -> bool:
@@ -77,4 +99,23 @@ def together(what: str) -> Iterator[None]:
         raise  # agreed on already, inside
     except FAILURES as caught:
         error = caught
+    agree(error, what)
+
+
+@contextlib.contextmanager
+def raised_on_every_rank(what: str) -> Iterator[None]:
+    """As :func:`together`, but what all ranks met alike is raised as it is: it needs no list of ranks.
+
+    Raises:
+        ValueError: the error itself where all ranks met the same, else one that names the ranks and the first message.
+            In one process the error itself, of whatever class.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except FAILURES as caught:
+        error = caught
+    messages = everyone(None if error is None else str(error))
+    if error is not None and len(set(messages)) == 1 and (isinstance(error, ValueError) or world_size() == 1):
+        raise error
     agree(error, what)

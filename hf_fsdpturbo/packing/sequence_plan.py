@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.kernels.documents import Documents, derive_documents, documents_from_ids
+from hf_fsdpturbo.packing.documents import Documents, derive_documents, documents_from_ids
 
 KEYWORD = "sequence_plan"
 
@@ -153,3 +153,24 @@ def _packed(ids_BS: Tensor, attention_mask_BS: Tensor) -> bool:
     first_B = ids_BS.masked_fill(~real_BS, ends.max).amin(1)
     last_B = ids_BS.masked_fill(~real_BS, ends.min).amax(1)
     return bool((last_B > first_B).any())
+
+
+def block_mask(plan: SequencePlan, window: int | None) -> Any:
+    """Flex attention's ``BlockMask`` of the whole sequence."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ids = None if plan.documents is None else plan.documents.ids
+    valid = plan.valid
+
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        keep = q >= k
+        if window is not None:
+            keep = keep & (q - k < window)
+        if ids is not None:
+            keep = keep & (ids[b, q] == ids[b, k])
+        if valid is not None:
+            keep = keep & valid[b, k]
+        return keep
+
+    batch = None if ids is None and valid is None else plan.batch
+    return create_block_mask(allowed, batch, None, plan.length, plan.length, device=plan.device)

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_fsdpturbo.context_parallel.exchange import columns_before, heads_to_sequence, sequence_to_heads
-from hf_fsdpturbo.context_parallel.plan import KEYWORD, SequencePlan
+from hf_fsdpturbo.context_parallel.collectives import columns_before, heads_to_sequence, sequence_to_heads
 from hf_fsdpturbo.context_parallel.ulysses import head_copies
-from hf_fsdpturbo.kernels.documents import Documents, documents_from_ids
 from hf_fsdpturbo.kernels.rebinding import current_conv, current_rule, linear_attention_layers, rebind
+from hf_fsdpturbo.packing.documents import Documents, documents_from_ids
+from hf_fsdpturbo.packing.sequence_plan import KEYWORD, SequencePlan
 
 # What the boundary has taken into the plan, and the None that stands in for it.
 _IN_THE_PLAN = ("documents", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdpturbo.checkpoint.agreement import rank, world_size
+from hf_fsdpturbo.ranks import rank, world_size
 
 
 class PushHooks:

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdpturbo.checkpoint import adapters, commit, dcp, facts, scheduler
-from hf_fsdpturbo.checkpoint.agreement import FAILURES, CheckpointError, agree, rank, together, world_size
+from hf_fsdpturbo.checkpoint import commit, dcp, facts, scheduler
 from hf_fsdpturbo.checkpoint.background import BackgroundSave
 from hf_fsdpturbo.checkpoint.hub import export_model
-from hf_fsdpturbo.checkpoint.push import PushHooks
+from hf_fsdpturbo.lora import adapter_files
+from hf_fsdpturbo.ranks import FAILURES, CheckpointError, agree, rank, together, world_size
+from hf_fsdpturbo.trainer.push import PushHooks
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,8 @@ class CheckpointHooks(PushHooks):
 
     def _save_side_files(self, directory: str) -> None:
         """Config, generation config, tokenizer, training arguments; adapter files where there are adapters."""
-        adapter = adapters.is_peft(self.model)
-        state_dict = adapters.gather_adapter(self.model) if adapter else {}
+        adapter = adapter_files.is_peft(self.model)
+        state_dict = adapter_files.gather_adapter(self.model) if adapter else {}
         with together(f"saving to {directory}"):
             if rank() == 0:
                 os.makedirs(directory, exist_ok=True)
@@ -78,12 +79,12 @@ class CheckpointHooks(PushHooks):
             ValueError: the model has no adapter, or the files are of another one; on every rank.
         """
         with together(f"reading {directory}"):
-            if not adapters.is_peft(self.model):
+            if not adapter_files.is_peft(self.model):
                 raise ValueError("load_adapter: the model has no adapter. Pass peft_config to the trainer.")
-            adapters.load_adapter(self.model, directory)
+            adapter_files.load_adapter(self.model, directory)
 
     def _save_weights(self, directory: str) -> None:
-        if not adapters.is_peft(self.model):
+        if not adapter_files.is_peft(self.model):
             export_model(self.model, directory, self.hub_file_bytes)
 
     # checkpoint-N
@@ -153,7 +154,7 @@ class CheckpointHooks(PushHooks):
         """Model and optimizer as DCP shards, scheduler, topology.json."""
         optimizer, directory = dcp.unwrap_optimizer(self.optimizer), os.path.join(output_dir, dcp.DCP_DIR)
         with together(f"saving to {output_dir}"):
-            state = dcp.gather_state(self.model, optimizer, adapters.is_peft(self.model))
+            state = dcp.gather_state(self.model, optimizer, adapter_files.is_peft(self.model))
             if rank() == 0:
                 dcp.write_optimizer_json(self.model, optimizer, output_dir)
                 described = facts.describe(self.model, self._sizes())
@@ -247,7 +248,7 @@ class CheckpointHooks(PushHooks):
             directory = os.path.join(resume_from_checkpoint, dcp.DCP_DIR)
             if not os.path.isdir(directory):
                 fix = "Give it as the model's path to start a new run from it."
-                if adapters.is_peft(self.model):
+                if adapter_files.is_peft(self.model):
                     fix = "Call trainer.load_adapter(directory) before train() to start a new run from its adapter."
                 raise ValueError(
                     f"resume_from_checkpoint: {resume_from_checkpoint} was written with save_only_model or not by "
@@ -261,7 +262,7 @@ class CheckpointHooks(PushHooks):
                 f"this run has {self._sizes() or 'one process'}. Dropout draws differ from the uninterrupted run's.",
                 flush=True,
             )
-        dcp.load_model(directory, self.model, adapters.is_peft(self.model))
+        dcp.load_model(directory, self.model, adapter_files.is_peft(self.model))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -283,10 +284,10 @@ class CheckpointHooks(PushHooks):
             commit.verify(best)
         directory = os.path.join(best, dcp.DCP_DIR)
         if os.path.isdir(directory):
-            dcp.load_model(directory, self.model, adapters.is_peft(self.model))
-        elif adapters.is_peft(self.model):
+            dcp.load_model(directory, self.model, adapter_files.is_peft(self.model))
+        elif adapter_files.is_peft(self.model):
             with together(f"reading {best}"):
-                adapters.load_adapter(self.model, best)
+                adapter_files.load_adapter(self.model, best)
         else:
             self._load_hub_weights(best)
 

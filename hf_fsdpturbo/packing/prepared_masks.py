@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_fsdpturbo.context_parallel.boundary import text_models
-from hf_fsdpturbo.context_parallel.local_attention import block_mask
-from hf_fsdpturbo.context_parallel.plan import SequencePlan, make_plan
+from hf_fsdpturbo.packing.sequence_plan import SequencePlan, block_mask, make_plan
+from hf_fsdpturbo.packing.text_models import text_models
 
 KINDS = {"full_attention", "sliding_attention"}
 KERNELS_WITH_MASKS = ("sdpa", "eager", "flex_attention")

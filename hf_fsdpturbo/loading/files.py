@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from hf_fsdpturbo.checkpoint.headers import Headers
+from hf_fsdpturbo.checkpoint.commit import read_json
+from hf_fsdpturbo.loading.headers import Headers
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WHERE = ("revision", "subfolder", "cache_dir", "token")
@@ -67,7 +67,7 @@ def check_checkpoint_files(folder: str) -> Headers:
         return {SINGLE: safetensors_header(single)}
     if not os.path.isfile(index := os.path.join(folder, INDEX)):
         return {}
-    weight_map: dict[str, str] = _read_json(index).get("weight_map", {})
+    weight_map: dict[str, str] = read_json(index).get("weight_map", {})
     headers = {name: safetensors_header(os.path.join(folder, name)) for name in sorted(set(weight_map.values()))}
     for key, name in weight_map.items():
         if key not in headers[name]:
@@ -75,33 +75,22 @@ def check_checkpoint_files(folder: str) -> Headers:
     return headers
 
 
-def _read_json(path: str) -> dict[str, Any]:
-    with open(path, encoding="utf-8") as file:
-        try:
-            return json.load(file)
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON ({error}). Copy the file again.") from error
-
-
 def safetensors_header(path: str) -> dict[str, Any]:
-    """Header of one safetensors file: key -> ``{dtype, shape, data_offsets}``.
+    """Header of one safetensors file: key -> ``{dtype, shape}``; dtypes as the file names them (``BF16``).
 
     Raises:
         ValueError: the file is missing, is not safetensors, or is shorter than its header says.
     """
+    from safetensors import SafetensorError, safe_open
+
     if not os.path.isfile(path):
         raise ValueError(f"{path} is missing: the checkpoint's index names it. Copy the whole checkpoint.")
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"{path} is truncated or not a safetensors file ({size} bytes). Copy the file again.")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} has no readable safetensors header ({error}). Copy the file again.") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if end != size:
-        raise ValueError(f"{path} has {size} bytes where its header says {end}: it is truncated. Copy the file again.")
-    return header
+    try:
+        with safe_open(path, framework="pt") as file:
+            entries = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118  (not a dict)
+            return {key: {"dtype": entry.get_dtype(), "shape": entry.get_shape()} for key, entry in entries}
+    except (SafetensorError, OSError) as error:
+        size = os.path.getsize(path)
+        raise ValueError(
+            f"{path} has no readable safetensors header or is truncated ({size} bytes; {error}). Copy the file again."
+        ) from error

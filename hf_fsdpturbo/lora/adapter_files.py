@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from hf_fsdpturbo.checkpoint.boxes import local_box, local_tensor
 from hf_fsdpturbo.checkpoint.commit import read_json
 from hf_fsdpturbo.sharding.expert_lora import expert_factors, to_expert_first, to_peft
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
+from hf_fsdpturbo.shards import copy_full_tensor_
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SCALING_FIELDS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
@@ -62,10 +62,7 @@ def load_adapter(model: nn.Module, directory: str) -> None:
                 whole = to_expert_first(factors[name], whole, target.shape[0])
             if tuple(whole.shape) != tuple(target.shape):
                 raise ValueError(f"{path}: {name} has shape {tuple(whole.shape)}, the model's {tuple(target.shape)}.")
-            box, local = local_box(target), local_tensor(target)
-            if local.numel():
-                own = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
-                local.copy_(whole[own])
+            copy_full_tensor_(target, whole)
 
 
 def _check_strength(config: Any, path: str) -> None:

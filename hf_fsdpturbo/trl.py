@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from hf_fsdpturbo.arguments import FSDPTurboArguments
-from hf_fsdpturbo.evaluation import EvaluateOnce
-from hf_fsdpturbo.trainer import FSDPTurboTrainerMixin
+from hf_fsdpturbo.trainer.evaluation import EvaluateOnce
+from hf_fsdpturbo.trainer.mixin import FSDPTurboTrainerMixin
 
 
 @dataclass

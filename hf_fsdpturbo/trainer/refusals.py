@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
-from hf_fsdpturbo.parallelize.given_arguments import GivenArguments
+from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 
 IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "image_sizes")
 

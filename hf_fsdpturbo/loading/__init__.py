@@ -1,0 +1,9 @@
+"""Loading: every rank reads its own slices of a checkpoint while `from_pretrained` builds the model.
+
+    seam.py          the loader seam: shard on meta, then let Transformers read slices
+    files.py         all files there and whole; headers.py compares them with the model
+    heads.py         task heads that a checkpoint lacks, drawn as in one process
+    dtypes.py        what Transformers keeps in float32
+    from_rank0.py    rank 0 reads and scatters; from_dcp.py reads a DCP directory
+    host_memory.py   freed memory goes back at once
+"""

@@ -1,0 +1,141 @@
+"""Loading: the model is sharded while ``from_pretrained`` builds it, so that every rank reads only its own slices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from hf_fsdpturbo.loading.dtypes import keep_float32
+from hf_fsdpturbo.loading.files import cached_headers, local_headers
+from hf_fsdpturbo.loading.headers import check_headers
+from hf_fsdpturbo.loading.heads import (
+    FRESH_HEADS,
+    REPLACED_HEAD,
+    draw_heads_whole,
+    report_fresh_heads,
+    same_random_state,
+)
+from hf_fsdpturbo.loading.host_memory import freed_at_once
+from hf_fsdpturbo.ranks import raised_on_every_rank
+from hf_fsdpturbo.shards import own_storage
+
+
+@contextlib.contextmanager
+def sharding_during_load(shard: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
+    """While open, ``from_pretrained(distributed_config=DistributedConfig())`` calls ``shard(model)`` on meta.
+
+    That is after the model is built and before its weights are read. The class method that Transformers calls there
+    is replaced for the length of the context, in this process; a contract test pins its name and arguments.
+    """
+    from transformers import PreTrainedModel
+
+    own = PreTrainedModel.__dict__.get("maybe_distribute_model")
+
+    def maybe_distribute_model(cls: type, model: nn.Module, distributed_config: Any, mesh_manager: Any) -> nn.Module:
+        config: Any = model.config
+        if getattr(config, "distributed_config", None) is not None:
+            del config.distributed_config  # ours is not Transformers' own distribution: keep it out of config.json
+        return shard(model)
+
+    PreTrainedModel.maybe_distribute_model = classmethod(maybe_distribute_model)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del PreTrainedModel.maybe_distribute_model
+        else:
+            PreTrainedModel.maybe_distribute_model = own
+
+
+def load_sharded(
+    path: str,
+    build: Callable[..., tuple[nn.Module, dict[str, Any]]],
+    shard: Callable[[nn.Module], nn.Module],
+    *,
+    device: torch.device,
+    **from_pretrained_kwargs: Any,
+) -> nn.Module:
+    """Build and load a model that is sharded by ``shard`` before its weights are read.
+
+    Args:
+        path: local directory or Hub id.
+        build: a ``from_pretrained`` (or something that calls one with the keywords it gets).
+        shard: shards a model on meta in place and returns it.
+        device: where shards and non-persistent buffers live.
+        from_pretrained_kwargs: passed on (``dtype``, ``attn_implementation``, ...).
+
+    Raises:
+        ValueError: a checkpoint file is missing, truncated or not safetensors; keys are missing, unexpected or of a
+            wrong shape. Raised on every rank.
+    """
+    from transformers.distributed import DistributedConfig
+
+    kwargs = dict(from_pretrained_kwargs)
+    kwargs["device_map"] = None if device.type == "cpu" else {"": device}
+
+    def shard_on_meta(model: nn.Module) -> nn.Module:
+        check_headers(cast(Any, model), *(there or cached_headers(path, from_pretrained_kwargs)))
+        keep_float32(model)
+        with same_random_state(device):
+            model = shard(model)
+        draw_heads_whole(model)
+        return model
+
+    with freed_at_once(), raised_on_every_rank(f"loading {path}"):
+        there = local_headers(path, from_pretrained_kwargs)
+        with sharding_during_load(shard_on_meta):
+            model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
+        fresh_heads = check_loading_info(path, info)
+        own_storage(model)
+    del model._init_weights
+    report_fresh_heads(path, fresh_heads)
+    return model
+
+
+def load_whole(
+    path: str, build: Callable[..., tuple[nn.Module, dict[str, Any]]], **from_pretrained_kwargs: Any
+) -> nn.Module:
+    """Load a model whole on the CPU, checked as :func:`load_sharded` does; no collective, so it may fail here alone.
+
+    Raises:
+        ValueError: as in :func:`load_sharded`, on this rank.
+    """
+    from transformers.distributed import DistributedConfig
+
+    there = local_headers(path, from_pretrained_kwargs)
+
+    def check(model: nn.Module) -> nn.Module:
+        check_headers(cast(Any, model), *(there or cached_headers(path, from_pretrained_kwargs)))
+        return model
+
+    kwargs = {**from_pretrained_kwargs, "device_map": None}
+    with sharding_during_load(check):
+        model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
+    report_fresh_heads(path, check_loading_info(path, info))
+    return model
+
+
+def check_loading_info(path: str, info: dict[str, Any]) -> list[str]:
+    """Turn what Transformers only logs into errors; returns the fresh task-head keys.
+
+    Raises:
+        ValueError: missing, unexpected or mismatched keys.
+    """
+    missing = sorted(str(key) for key in info.get("missing_keys", ()))
+    fresh = [key for key in missing if key.startswith(FRESH_HEADS)]
+    unexpected = sorted(str(key) for key in info.get("unexpected_keys", ()))
+    faults = {
+        "missing": [key for key in missing if key not in fresh],
+        "unexpected": [key for key in unexpected if not (fresh and key.startswith(REPLACED_HEAD))],
+        "of another shape": sorted(str(key) for key in info.get("mismatched_keys", ())),
+        "unreadable": sorted(str(message) for message in info.get("error_msgs", ())),
+    }
+    found = {kind: keys for kind, keys in faults.items() if keys}
+    if found:
+        text = "; ".join(f"{kind}: {keys[:5]}{' and more' if len(keys) > 5 else ''}" for kind, keys in found.items())
+        raise ValueError(f"The checkpoint {path} does not fit the model: {text}. Use the model's own checkpoint.")
+    return fresh

@@ -1,0 +1,127 @@
+"""Device operators of the dispatchers behind one table: one file per device, the same functions in each.
+
+T tokens, K top-k, R rows, S slots (pairs held by a rank, sorted by expert), E / L all / local experts, P ranks of the
+ep
+axis, X = E + P, D hidden, F ffn.
+
+A *slot map* ``[R, K]`` (int32) says where copies of row r stand: ``slots[r, k]`` is a row number of the expanded
+tensor, or
+-1 for no copy. Scattering rows by it is the permutation, summing through it is the inverse, so that forward and
+backward of both need one small map and no sort.
+
+Functions here are plain: no autograd. ``functional.py`` has the operators with gradients, ``expert_mlp.py`` the whole
+expert block that keeps few activations.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where this rank's (token, expert) pairs go, counted on this rank alone.
+
+    Attributes:
+        index_TK: expert of each pair, as given.
+        rank_TK: number of this rank's earlier pairs for the same expert, int32.
+        pair_row_TK: row that carries the pair: one row per (token, destination rank), rows sorted by destination.
+        row_position_TK: the same on the first pair of each row and -1 elsewhere: the slot map of the rows.
+        totals_X: pairs per expert, then rows per destination rank, int32. Rows are counted where P > 1 only.
+    """
+
+    index_TK: Tensor
+    rank_TK: Tensor
+    pair_row_TK: Tensor
+    row_position_TK: Tensor
+    totals_X: Tensor
+
+
+class OpSet(Protocol):
+    """What each device file provides."""
+
+    def count_routing(self, index_TK: Tensor, num_experts: int, ep_size: int) -> Routing:
+        """Sort pairs without moving them: ranks within experts and rows within destinations."""
+
+    def slot_pairs(self, routing: Routing, totals_PX: Tensor, ep_rank: int) -> tuple[Tensor, Tensor]:
+        """``(slots_TK, offsets_L)``: the slot of each pair on the rank that owns its expert, and the ends of this
+        rank's
+        experts. Slots are sorted by expert, then source rank. Both int32."""
+
+    def write_pairs(
+        self, routing: Routing, slots_TK: Tensor, weights_TK: Tensor, out_slots: Tensor, out_weights: Tensor
+    ) -> None:
+        """Write beside each row its K slots (-1 for pairs that another row carries) and weights (0 there)."""
+
+    def scatter_rows(
+        self,
+        rows_RD: Tensor,
+        slots_RK: Tensor,
+        out_SD: Tensor,
+        weights_RK: Tensor | None = None,
+        out_weights_S: Tensor | None = None,
+        *,
+        roomy: bool = False,
+    ) -> None:
+        """``out[slots[r, k]] = rows[r]``, and ``out_weights[slots[r, k]] = weights[r, k]``.
+
+        Every row of ``out`` is some slot, unless ``roomy``: then it may have more, with any content.
+        """
+
+    def gather_sum(
+        self,
+        rows_SD: Tensor,
+        slots_RK: Tensor,
+        out_RD: Tensor,
+        values_S: Tensor | None = None,
+        out_values_RK: Tensor | None = None,
+    ) -> None:
+        """``out[r] = sum_k rows[slots[r, k]]`` in float32 (float64 for float64), and ``out_values[r, k] =
+        values[slots[r, k]]`` or 0."""
+
+    def grouped_mm(self, left: Tensor, right: Tensor, offsets_L: Tensor) -> Tensor:
+        """Rows of ``left [S, A]`` by group times ``right [L, A, B]`` -> [S, B]; or ``left [A, S]``, ``right [S, B]``
+        -> [L, A, B].
+
+        Group g is ``offsets[g - 1] : offsets[g]``; S must equal ``offsets[-1]``. An empty group gives zeros.
+        """
+
+    def supports(self, gate_up: Tensor, down: Tensor) -> bool:
+        """Whether :meth:`grouped_mm` takes these weights (dtype, and row strides of a multiple of 16 bytes)."""
+
+    def swiglu(self, gate_up_SF: Tensor, weights_S: Tensor | None) -> Tensor:
+        """``silu(g) * u * w`` of ``[S, 2F]`` (gate first) -> ``[S, F]``, computed in float32."""
+
+    def swiglu_backward(
+        self, gate_up_SF: Tensor, weights_S: Tensor | None, gradient_SF: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``(gradient of [S, 2F], gradient of the weights [S] float32, the forward's output again [S, F])``."""
+
+    def scale_(self, tensors: list[Tensor], factor: Tensor) -> None:
+        """Multiply tensors of one device in place by a scalar tensor, in float32, without a host sync."""
+
+
+# Device type -> the file that serves it.
+OPS: dict[str, str] = {
+    "cpu": "hf_fsdpturbo.ops.torch",
+    "cuda": "hf_fsdpturbo.ops.triton",
+    "npu": "hf_fsdpturbo.ops.npu",
+}
+
+
+def get_ops(device_type: str) -> OpSet:
+    """The operators of a device type.
+
+    Raises:
+        ValueError: the table has no such device; names those it has.
+    """
+    if device_type not in OPS:
+        raise ValueError(
+            f"device {device_type!r} has no operators for ep_dispatcher='fused'. Known: {sorted(OPS)}; "
+            "ep_dispatcher='eager' runs anywhere."
+        )
+    return cast(OpSet, importlib.import_module(OPS[device_type]))

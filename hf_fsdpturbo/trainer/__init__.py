@@ -1,0 +1,10 @@
+"""The trainer mixin and the plain objects it owns.
+
+    mixin.py             the only class that overrides methods of Transformers' trainers
+    saving.py            checkpoints, Hub files and resuming
+    batches.py           what to count once where cp ranks share a batch
+    evaluation.py        each sample counts once; the only owner of accelerator.gather
+    given_arguments.py   the arguments a trainer was given, by name
+    reference.py         the reference model of preference trainers
+    refusals.py          what the trainer is given and cannot work
+"""
