@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.ops.table import OPS, get_ops
+from hf_fsdpturbo.shards import local_tensor
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
 @torch.no_grad()
 def _local_gradients(group: ParameterGroup) -> list[Tensor]:
     gradients = [p.grad for p in group.parameters if p.grad is not None]
-    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    return [local_tensor(gradient) for gradient in gradients]
 
 
 def _local_power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from hf_fsdpturbo.arguments import FSDPTurboArguments
-from hf_fsdpturbo.trainer.evaluation import EvaluateOnce
 from hf_fsdpturbo.trainer.mixin import FSDPTurboTrainerMixin
 
 
@@ -16,7 +15,7 @@ class FSDPTurboSFTConfig(FSDPTurboArguments, SFTConfig):
     """``trl.SFTConfig`` with the fields of :class:`FSDPTurboArguments`."""
 
 
-class FSDPTurboSFTTrainer(EvaluateOnce, FSDPTurboTrainerMixin, SFTTrainer):
+class FSDPTurboSFTTrainer(FSDPTurboTrainerMixin, SFTTrainer):
     """``trl.SFTTrainer`` with experts spread over ranks."""
 
 
@@ -25,7 +24,7 @@ class FSDPTurboDPOConfig(FSDPTurboArguments, DPOConfig):
     """``trl.DPOConfig`` with the fields of :class:`FSDPTurboArguments`."""
 
 
-class FSDPTurboDPOTrainer(EvaluateOnce, FSDPTurboTrainerMixin, DPOTrainer):
+class FSDPTurboDPOTrainer(FSDPTurboTrainerMixin, DPOTrainer):
     """``trl.DPOTrainer`` with experts spread over ranks; ``ref_model`` may be a path too, and is sharded."""
 
 
@@ -34,7 +33,7 @@ class FSDPTurboRewardConfig(FSDPTurboArguments, RewardConfig):
     """``trl.RewardConfig`` with the fields of :class:`FSDPTurboArguments`."""
 
 
-class FSDPTurboRewardTrainer(EvaluateOnce, FSDPTurboTrainerMixin, RewardTrainer):
+class FSDPTurboRewardTrainer(FSDPTurboTrainerMixin, RewardTrainer):
     """``trl.RewardTrainer`` with experts spread over ranks; a fresh ``score`` head starts as in one process."""
 
     scalars_are_means = True  # accuracy and margin; token counts are gathered in training only

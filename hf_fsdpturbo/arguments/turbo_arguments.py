@@ -25,6 +25,7 @@ from hf_fsdpturbo.arguments.sources import (
 )
 from hf_fsdpturbo.arguments.unsupported import refuse_unsupported, settle_after_setup
 from hf_fsdpturbo.compat import check_floors
+from hf_fsdpturbo.topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ class FSDPTurboArguments:
         super().__post_init__()  # type: ignore[misc]
         self._check_launch(launch)
         self._fit_one_process()
+        _ = self.fsdpturbo_topology  # sizes that do not fit are refused here, before a data set is read
         settle_after_setup(self)
         self._warn()
 
@@ -230,6 +232,15 @@ class FSDPTurboArguments:
                     f"Give {name} when building them."
                 )
         return params
+
+    @property
+    def fsdpturbo_topology(self) -> Topology:
+        """The sizes of this run, those that were left open filled in.
+
+        Raises:
+            ValueError: they do not fit; naming field, value, rule and fix.
+        """
+        return Topology.resolve(self.world_size, **sizes_for_world(self, self.world_size))
 
     @property
     def kernel_params(self) -> KernelParams | None:

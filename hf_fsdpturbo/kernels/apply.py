@@ -71,7 +71,7 @@ KERNELS: dict[str, Callable[[nn.Module, KernelParams, str, set[str]], Applied]] 
     FLA_NAME: _fla,
     "liger": _liger,
 }
-assert tuple(KERNELS) == KERNEL_NAMES, "arguments/params.py and the kernel table must name the same sets in the same order"
+assert tuple(KERNELS) == KERNEL_NAMES, "arguments/params.py and this table must name the same sets in the same order"
 
 
 def apply_kernels(model: nn.Module, params: KernelParams | None, device_type: str) -> KernelReport:

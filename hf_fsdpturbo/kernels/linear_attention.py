@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hf_fsdpturbo.arguments import FLA_OPERATOR_NAMES, KernelParams
@@ -17,6 +16,7 @@ from hf_fsdpturbo.kernels import fla
 from hf_fsdpturbo.kernels.gated_delta_rule import causal_conv1d, chunk_gated_delta_rule
 from hf_fsdpturbo.kernels.rebinding import CONV, RECURRENT, RULE, linear_attention_layers, rebind, scope_of
 from hf_fsdpturbo.packing.documents import Documents, attach_documents
+from hf_fsdpturbo.ranks import everyone
 
 DEFAULT_CHUNK_SIZE = 64
 COST = "Steps about 2.5 times slower than with FLA's kernels have been reported (trl issue 5713)"
@@ -147,11 +147,7 @@ def _agreed(device_type: str, why_not: str | None, trial: Callable[[], str | Non
     if device_type == "cpu" and why_not is not None:
         return why_not  # no rank has kernels: nothing to ask the others
     reason = why_not or trial()
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return reason
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    with torch.device("cpu"):  # the caller may be building a model on meta
-        dist.all_gather_object(reasons, reason)
+    reasons = everyone(reason)
     failed = [rank for rank, text in enumerate(reasons) if text is not None]
     if not failed:
         return None

@@ -30,6 +30,7 @@ from hf_fsdpturbo.parallelize.order import (
 )
 from hf_fsdpturbo.parallelize.same_model import check_same_model
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
+from hf_fsdpturbo.parallelize.trainer_family import model_loader
 from hf_fsdpturbo.ranks import raised_on_every_rank
 from hf_fsdpturbo.shards import materialize
 
@@ -85,35 +86,6 @@ class Adapter:
         return model if self.peft_model is None else self.peft_model
 
 
-def _from_pretrained(
-    trainer_class: type, config: FSDPTurboArguments, defaults: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """The loader that the trainer's family uses, and its keywords. TRL trainers take TRL's own."""
-    kwargs: dict[str, Any] = {**defaults, **(getattr(config, "model_init_kwargs", None) or {})}
-    for name in ("device_map", "distributed_config", "tp_plan", "quantization_config"):
-        if kwargs.pop(name, None) is not None:
-            raise ValueError(
-                f"model_init_kwargs[{name!r}] is not supported: placement is decided by hf_fsdpturbo. Remove it."
-            )
-    storage = STORAGE_DTYPES.get(config.fsdpturbo_params.param_storage_dtype)
-    if storage is not None:
-        kwargs["dtype"] = storage
-    trl_trainers = [c.__name__ for c in trainer_class.__mro__ if c.__module__.startswith("trl.")]
-    if not trl_trainers:
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained, kwargs
-    from trl.trainer.utils import create_model_from_path
-
-    kwargs.setdefault("trust_remote_code", getattr(config, "trust_remote_code", False))
-    if "RewardTrainer" in trl_trainers:
-        from transformers import AutoModelForSequenceClassification
-
-        kwargs["num_labels"] = 1  # the only output is the reward
-        return partial(create_model_from_path, architecture=AutoModelForSequenceClassification), kwargs
-    return create_model_from_path, kwargs
-
-
 def build_model(
     trainer_class: type,
     path: str,
@@ -133,7 +105,10 @@ def build_model(
     Raises:
         ValueError: the checkpoint is damaged or does not fit; sizes do not fit the model.
     """
-    build, kwargs = _from_pretrained(trainer_class, config, defaults or {})
+    build, kwargs = model_loader(trainer_class, config, defaults or {})
+    storage = STORAGE_DTYPES.get(config.fsdpturbo_params.param_storage_dtype)
+    if storage is not None:
+        kwargs["dtype"] = storage
     with raised_on_every_rank(f"loading {path}"):
         _refuse_quantised(path, kwargs)
     set_seed(cast(Any, config).seed)  # where TRL does it too: what a checkpoint lacks is drawn from here on

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+
+from hf_fsdpturbo.ranks import everyone
 
 ROUNDING = 1e-9  # of norm * sqrt(numel), which bounds a sum: machines add up float64 in another order
 
@@ -22,11 +22,10 @@ def check_same_model(model: nn.Module) -> None:
     """
     tensors = (*model.named_parameters(), *model.named_buffers())
     mine = {name: _facts(tensor.detach()) for name, tensor in tensors if tensor.device.type != "meta"}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    first: dict[str, Facts] = everyone[0]
-    for name in dict.fromkeys(name for facts in everyone for name in facts):
-        differing = [rank for rank, facts in enumerate(everyone) if not _alike(first.get(name), facts.get(name))]
+    theirs: list[dict[str, Facts]] = everyone(mine)
+    first = theirs[0]
+    for name in dict.fromkeys(name for facts in theirs for name in facts):
+        differing = [rank for rank, facts in enumerate(theirs) if not _alike(first.get(name), facts.get(name))]
         if differing:
             raise ValueError(
                 f"model is another object on rank {', '.join(map(str, differing[:8]))} than on rank 0: {name} differs."

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.routed_experts import route_experts
+from hf_fsdpturbo.shards import local_tensor
 
 WIDTH = 8
 EXACT, ROUNDED = 1e-4, 1e-2  # relative; a gradient stored in bf16 is rounded to 2^-9
@@ -46,7 +46,7 @@ class _ExpertProbe(nn.Module):
 def _deviation(parameter: nn.Parameter, expected: float) -> float:
     gradient = parameter.grad
     assert gradient is not None
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    local = local_tensor(gradient)
     return float((local.float() - expected).abs().max()) if local.numel() else 0.0
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.sharding.expert_lora import FACTORS, base_module, wrapper_chain
 from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts
+from hf_fsdpturbo.shards import local_tensor
 
 
 class AdaptedExperts(ModuleExperts):
@@ -42,13 +42,9 @@ class AdaptedExperts(ModuleExperts):
 
     def _add(self, weight: Tensor, wrapper: Any, adapter: str) -> Tensor:
         """``weight [L, O, I]`` (``[L, I, O]`` in transposed layouts) plus one adapter, in the dtype of the weight."""
-        a_LrI, b_LOr = (_local(getattr(wrapper, factor)[adapter].weight).to(weight.dtype) for factor in FACTORS)
+        a_LrI, b_LOr = (local_tensor(getattr(wrapper, factor)[adapter].weight).to(weight.dtype) for factor in FACTORS)
         if getattr(self.module, "is_transposed", False):
             left, right = a_LrI.transpose(1, 2), b_LOr.transpose(1, 2)
         else:
             left, right = b_LOr, a_LrI
         return torch.baddbmm(weight, left, right, alpha=wrapper.scaling[adapter])
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -12,9 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_fsdpturbo.sharding.expert_lora import base_module
+from hf_fsdpturbo.shards import local_tensor
 
 
 class _TouchWeights(torch.autograd.Function):
@@ -73,7 +74,7 @@ class ModuleExperts:
     def local_parameters(self) -> dict[str, Tensor]:
         """Parameters of the module itself as local tensors, gradients flowing to the DTensors."""
         local = {
-            name: p.to_local() if isinstance(p, DTensor) else p
+            name: local_tensor(p)
             for name, p in self.module.named_parameters(recurse=False)
         }
         if self.gradient_divisor is None:

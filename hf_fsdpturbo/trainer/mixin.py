@@ -1,4 +1,4 @@
-"""The trainer mixin: thin hooks that hand the model to the expert-mesh pipeline and leave the loop as it is.
+"""The trainer mixin: every override of Transformers' trainers, each handing on at once to an object it owns.
 
     class MyTrainer(FSDPTurboTrainerMixin, transformers.Trainer): ...
 
@@ -8,40 +8,32 @@ finds a model that accelerate takes for prepared, and runs unchanged.
 
 from __future__ import annotations
 
+import functools
 import gc
-from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Trainer, set_seed
-from transformers.trainer_utils import enable_full_determinism
+from torch.utils.data import DataLoader
+from transformers import Trainer
 
-from hf_fsdpturbo import compat, grad_norm
-from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, sizes_for_world
-from hf_fsdpturbo.lora.adapter_files import is_peft
+from hf_fsdpturbo import grad_norm as norms
+from hf_fsdpturbo.context_parallel.sharded_head import install_sharded_head
+from hf_fsdpturbo.lora import adapter_files
 from hf_fsdpturbo.lora.merged_export import export_merged
-from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
-from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import ShardingReport
-from hf_fsdpturbo.parallelize.reload import reload_weights
+from hf_fsdpturbo.ranks import together
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
-from hf_fsdpturbo.trainer.batches import ContextParallelHooks
-from hf_fsdpturbo.trainer.evaluation import EvaluateOnce
+from hf_fsdpturbo.trainer import resuming, saving
+from hf_fsdpturbo.trainer.batches import SharedBatches
+from hf_fsdpturbo.trainer.evaluation import GatheredRows
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
-from hf_fsdpturbo.trainer.reference import add_reference, hash_shards, trainer_functions_replaced
-from hf_fsdpturbo.trainer.refusals import (
-    aux_loss_warning,
-    refuse_images,
-    refuse_model,
-    refuse_optimizers,
-    refuse_unsharded,
-)
-from hf_fsdpturbo.trainer.saving import CheckpointHooks
+from hf_fsdpturbo.trainer.refusals import refuse_accelerate, refuse_images
+from hf_fsdpturbo.trainer.set_up import SetUp
 
 
-class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
+class FSDPTurboTrainerMixin:
     """Expert parallelism for any Transformers trainer; put it before the trainer in the bases.
 
     ``model`` may be a path or a model object; ``args`` must extend ``FSDPTurboArguments``.
@@ -51,118 +43,65 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         sharding_report: what was sharded, and by which kernels it runs.
         last_group_norms: gradient norm of each kind of parameter (``dense``, ``expert``) and in ``total`` at the last
             step; float32 scalars.
+        async_save: set on the class or the trainer: write checkpoints in the background while training goes on; a
+            checkpoint appears when it is whole. Needs host memory for one copy of this rank's model and optimizer
+            shards.
+        hub_file_bytes: set on the class or the trainer: size at which a Hub export begins a new file.
+        cp_sharded_loss: set on the class or the trainer, SFT only: run the LM head on each rank's slice instead of
+            whole on every cp rank; same losses, metrics and gradients (see ``sharded_head.py``).
+        scalars_are_means: set on the class: all scalars the trainer gathers while it evaluates are means over samples.
     """
 
     parallel_state: FSDPTurboParallelState | None = None
     sharding_report: ShardingReport | None = None
     last_group_norms: dict[str, Tensor] | None = None
-    _gradient_groups: list[grad_norm.ParameterGroup] | None = None
-    _peft_model: nn.Module | None = None
+    async_save: bool = False
+    hub_file_bytes: int = 5 * 10**9
+    cp_sharded_loss: bool = False
+    scalars_are_means: bool = False
+
+    _rows: GatheredRows | None = None  # None in a run of one process
+    _gradient_groups: list[norms.ParameterGroup] | None = None
+    _head_is_cut: bool = False
+
+    # What the trainer behind us brings.
+    model: Any
+    args: Any
+    state: Any
+    accelerator: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         behind = type(self).__mro__[type(self).__mro__.index(FSDPTurboTrainerMixin) + 1 :]
-        given = GivenArguments(super().__init__, behind, args, kwargs)
-        config = given.get("args")
-        if not isinstance(config, FSDPTurboArguments):
-            raise ValueError(
-                f"args must extend FSDPTurboArguments, but it is {type(config).__name__}. Use "
-                "FSDPTurboTrainingArguments, FSDPTurboSFTConfig, FSDPTurboDPOConfig or FSDPTurboRewardConfig."
-            )
-        refuse_model(given)
-        refuse_optimizers(given, config.world_size)
-        seed = cast(Any, config).seed
-        enable_full_determinism(seed) if cast(Any, config).full_determinism else set_seed(seed)
-        self._set_up_meshes(config)
-        init_kwargs = getattr(config, "model_init_kwargs", None)
-        add_reference(type(self), given, config, self.parallel_state)
-        self._shard_models(given, config)
-        if hasattr(config, "model_init_kwargs"):
-            config.model_init_kwargs = None  # used up; TRL would warn that a model object ignores it
-        try:
-            with trainer_functions_replaced(type(self), **self._trl_functions()):
-                super().__init__(*given.args, **given.kwargs)
-        finally:
-            if hasattr(config, "model_init_kwargs"):
-                config.model_init_kwargs = init_kwargs
-        self._finish_set_up(config)
+        set_up = SetUp(type(self), GivenArguments(super().__init__, behind, args, kwargs))
+        self.parallel_state = set_up.parallel_state
+        self._batches = SharedBatches(set_up.topology.cp_size)
+        self._saving = saving.Saving(self)
+        self.sharding_report = set_up.shard_models()
+        with set_up.parent_arguments() as given:
+            super().__init__(*given.args, **given.kwargs)
+        set_up.finish(self.model)
 
-    def _set_up_meshes(self, config: FSDPTurboArguments) -> None:
-        """Check the sizes on every rank, then build the meshes (runs of two processes or more)."""
-        world_size = config.world_size
-        topology = Topology.resolve(world_size, **sizes_for_world(config, world_size))
-        if world_size == 1:
-            return
-        sizes = {"cp_size": topology.cp_size, "ep_size": topology.ep_size, "edp_size": topology.edp_size}
-        compat.refuse_broken_torch(world_size, dist.get_backend(), **sizes)
-        timeout = timedelta(seconds=config.dist_timeout)
-        self.parallel_state = FSDPTurboParallelState.initialize(topology, config.device.type, timeout=timeout)
-
-    def _shard_models(self, given: GivenArguments, config: FSDPTurboArguments) -> None:
-        """Replace ``model`` in the parent's arguments by the sharded one.
-
-        With ``peft_config`` the parent gets the base model and takes our PEFT model from ``get_peft_model``.
-        """
-        model, state = given.get("model"), self.parallel_state
-        peft_config = None if state is None else given.get("peft_config")
-        if isinstance(model, str):
-            model, self.sharding_report = build_model(type(self), model, config, state, peft_config=peft_config)
-        elif isinstance(model, nn.Module):
-            model, self.sharding_report = shard_given_model(model, config, state, peft_config=peft_config)
-        if peft_config is not None:
-            self._peft_model, model = model, cast(Any, model).get_base_model()
-        given["model"] = model
-
-    def _trl_functions(self) -> dict[str, Any]:
-        """Functions of TRL that cannot take sharded models, by name, and ours in their place."""
-        if self.parallel_state is None:
-            return {}
-        return {"hash_module": hash_shards, "get_peft_model": lambda model, config, **kwargs: self._peft_model}
-
-    def _finish_set_up(self, config: FSDPTurboArguments) -> None:
-        """Warm up communicators and print one summary on rank 0."""
-        if self.parallel_state is not None:
-            refuse_unsharded(self.model, self.sharding_report is not None)
-            reshard(self.model)  # log-probabilities computed ahead have left the root whole
-            grad_norm.warm_up(self.model)
-        if config.process_index == 0:
-            trainable = [p for p in self.model.parameters() if p.requires_grad]
-            in_bf16 = bool(trainable) and any(p.dtype == torch.bfloat16 for p in trainable)
-            lines = [describe_sources(config), self.sharding_report, bf16_storage_warning(config, in_bf16)]
-            lines.append(aux_loss_warning(type(self), self.model, config))
-            print("\n".join(str(line) for line in lines if line), flush=True)
-
-    # Hooks of transformers.Trainer. Each is called by the unchanged training loop.
+    # Set-up, called by the parent's __init__
 
     def create_accelerator_and_postprocess(self) -> None:
         """Tell the data loader who shares a batch: it reads nothing but the axis names of this mesh."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        kind = str(self.accelerator.distributed_type)
-        if any(name in kind for name in ("FSDP", "DEEPSPEED", "MEGATRON")):
-            raise ValueError(
-                f"distributed_type is {kind}, but sharding is done by hf_fsdpturbo. Set distributed_type: MULTI_GPU "
-                "(MULTI_NPU on Ascend; MULTI_GPU with use_cpu: true on CPU) in the accelerate config."
-            )
+        refuse_accelerate(self.accelerator)
         if self.parallel_state is not None:
             self.accelerator.state.device_mesh = self.parallel_state.loader_mesh
+            self._rows = GatheredRows(self.accelerator, self._batches.cp_size)
+            self._rows.install()
+            self._bind_gather_function()
+
+    def _bind_gather_function(self) -> None:
+        """As Trainer binds it in ``__init__``; after an evaluation it forgets ``eval_use_gather_object``."""
+        use = self.args.eval_use_gather_object
+        self.gather_function = functools.partial(self.accelerator.gather_for_metrics, use_gather_object=use)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """A sharded model is where it belongs."""
         if self.parallel_state is None:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
-
-    def save_merged_model(self, output_dir: str) -> None:
-        """Write a Hub checkpoint with the adapter merged into the base weights; called by all ranks.
-
-        Raises:
-            ValueError: the model has no adapter.
-            CheckpointError: on every rank, if one could not write.
-        """
-        if not is_peft(self.model):
-            raise ValueError("save_merged_model: the model has no adapter. Use save_model.")
-        export_merged(self.model, output_dir, self.hub_file_bytes, cast(Any, self).processing_class)
-
-    def _load_hub_weights(self, directory: str) -> None:
-        reload_weights(self.model, directory, self.args, self.parallel_state)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Optimizer over sharded parameters."""
@@ -170,22 +109,67 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         reshard(self.model)
         return super().create_optimizer() if model is None else super().create_optimizer(model)  # type: ignore[misc]
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train with everything that exists now kept out of Python's garbage collection.
+    # Batches
 
-        A full collection walks millions of objects and stops one rank while the others wait for it in a collective.
-        """
-        gc.collect()
-        gc.freeze()
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            gc.unfreeze()
+    def get_tp_size(self) -> int:
+        """Ranks that hold the same batch and the same loss: divides token counts, loss scale, total batch size."""
+        size = self._batches.cp_size
+        return size if size > 1 else super().get_tp_size()  # type: ignore[misc]
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
+        return super()._get_dataloader(self._batches.stream(dataset), *args, **kwargs)  # type: ignore[misc]
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+        summed = self.args.average_tokens_across_devices
+        items = self._batches.items(items, summed)
+        if self._rows is None or not summed or not isinstance(items, Tensor):
+            return items
+        return self._rows.items_of_one_process(items)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        self.state.num_input_tokens_seen = self._batches.tokens_seen(before, self.state.num_input_tokens_seen)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Refuse image batches: a rank without images would not join the others in its vision tower."""
         refuse_images(inputs, self.parallel_state)
         return super()._prepare_inputs(inputs)  # type: ignore[misc]
+
+    # Steps
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the parent's; ``True`` resumes from the newest finished checkpoint and says what it skipped.
+
+        Everything that exists now is kept out of Python's garbage collection: a full collection walks millions of
+        objects and stops one rank while the others wait for it in a collective.
+
+        Raises:
+            ValueError: no finished checkpoint, or settings that cannot work; on every rank.
+        """
+        saving.check_settings(self)
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = resuming.newest_checkpoint(self.args.output_dir)
+        gc.collect()
+        gc.freeze()
+        ended = False
+        try:
+            result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            ended = True
+        finally:
+            gc.unfreeze()
+            if not ended:
+                self._saving.abandon()
+        self._saving.finish()
+        return result
+
+    def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Cuts the LM head at the first loss, if asked for: TRL makes its fused head in ``__init__``, after us."""
+        if self.cp_sharded_loss and not self._head_is_cut:
+            install_sharded_head(self.model)
+            self._head_is_cut = True
+        return super().compute_loss(model, *args, **kwargs)  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if self.parallel_state is None:
@@ -199,10 +183,102 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
 
     def _norm_and_clip(self, model: nn.Module, max_norm: float) -> Tensor:
         if self._gradient_groups is None:  # as static as the optimizer's own list of parameters
-            self._gradient_groups = grad_norm.parameter_groups(model)
-        grad_norm.average_replicated_gradients_(self._gradient_groups)
-        self.last_group_norms = grad_norm.clip_groups_(self._gradient_groups, max_norm)
+            self._gradient_groups = norms.parameter_groups(model)
+        norms.average_replicated_gradients_(self._gradient_groups)
+        self.last_group_norms = norms.clip_groups_(self._gradient_groups, max_norm)
         return self.last_group_norms["total"]
+
+    # Evaluation
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Each sample counts once, also where repeats fill an uneven last batch."""
+        if self._rows is None:
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        with self._rows.evaluation(self.scalars_are_means):
+            try:
+                return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            finally:
+                self._bind_gather_function()
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """Where a batch mixes real samples and repeats, only real ones are computed: their mean is the loss."""
+        step: Any = super()
+        if self._rows is None:
+            return step.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return self._rows.step(inputs, lambda x: step.prediction_step(model, x, prediction_loss_only, ignore_keys))
+
+    # Saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a checkpoint that plain Transformers loads (adapter files for a PEFT model); called by all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if one could not write.
+        """
+        self._saving.save_model(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def save_merged_model(self, output_dir: str) -> None:
+        """Write a Hub checkpoint with the adapter merged into the base weights; called by all ranks.
+
+        Raises:
+            ValueError: the model has no adapter.
+            CheckpointError: on every rank, if one could not write.
+        """
+        if not adapter_files.is_peft(self.model):
+            raise ValueError("save_merged_model: the model has no adapter. Use save_model.")
+        export_merged(self.model, output_dir, self.hub_file_bytes, self.processing_class)  # type: ignore[attr-defined]
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """While a checkpoint is being saved, the parent class writes into staging."""
+        return self._saving.staging or super()._get_output_dir(trial)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        step: Any = super()
+        self._saving.save_checkpoint(lambda: step._save_checkpoint(model, trial), self._get_output_dir(trial))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._saving.save_training_state(output_dir)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        with together(f"saving to {output_dir}"):
+            super()._save_scaler(output_dir)  # type: ignore[misc]
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        with together(f"saving to {output_dir}"):
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """The parent calls this while the checkpoint is still in staging: wait for its final name."""
+        if self._saving.staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    # Resuming
+
+    def load_adapter(self, directory: str) -> None:
+        """Fill the model's adapter from adapter files (ours or plain PEFT's); called by all ranks, before ``train()``.
+
+        Raises:
+            ValueError: the model has no adapter, or the files are of another one; on every rank.
+        """
+        with together(f"reading {directory}"):
+            if not adapter_files.is_peft(self.model):
+                raise ValueError("load_adapter: the model has no adapter. Pass peft_config to the trainer.")
+            adapter_files.load_adapter(self.model, directory)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        resuming.load_model(self, resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            resuming.load_training_state(self, checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._saving.finish()
+        resuming.load_best_model(self)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: each trial would build a new model past the sharded loader."""
@@ -211,5 +287,5 @@ class FSDPTurboTrainerMixin(CheckpointHooks, ContextParallelHooks):
         )
 
 
-class FSDPTurboTrainer(EvaluateOnce, FSDPTurboTrainerMixin, Trainer):
+class FSDPTurboTrainer(FSDPTurboTrainerMixin, Trainer):
     """``transformers.Trainer`` with the expert-mesh pipeline; ``model`` may also be a path (loaded as a causal LM)."""

@@ -9,19 +9,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.arguments import FSDPTurboArguments
 from hf_fsdpturbo.lora.adapter_files import is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
+from hf_fsdpturbo.parallelize.trainer_family import refuse_online, trl_classes
+from hf_fsdpturbo.ranks import everyone
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
+from hf_fsdpturbo.shards import local_tensor
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
-
-ONLINE_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
-"""TRL's trainers that build models inside their own ``__init__`` and generate; refused until that is built."""
 
 
 def add_reference(
@@ -39,12 +37,8 @@ def add_reference(
         ValueError: the reference is the policy, or None with a policy that came from no path; a trainer that loads a
             reference past us.
     """
-    for cls in trainer_class.__mro__ if state is not None else ():
-        if cls.__module__.startswith("trl.") and cls.__name__ in ONLINE_TRAINERS:
-            raise ValueError(
-                f"{cls.__name__} is not supported: it loads a whole reference model on every rank and generates while "
-                "it trains. Use SFT, DPO, KTO or reward training."
-            )
+    if state is not None:
+        refuse_online(trainer_class)
     if not given.takes("ref_model"):
         return
     policy, reference = given.get("model"), given.get("ref_model")
@@ -93,19 +87,17 @@ def hash_shards(module: nn.Module) -> str:
     reshard(module)
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_tensor(tensor)
         digest.update(f"{name} {local.dtype} {tuple(local.shape)}".encode())
         digest.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest.hexdigest())
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
+    return hashlib.sha256("".join(everyone(digest.hexdigest())).encode()).hexdigest()
 
 
 @contextlib.contextmanager
 def trainer_functions_replaced(trainer_class: type, **functions: Any) -> Iterator[None]:
     """While open, the TRL modules of a trainer's classes see these functions, where they use such a name."""
     before: list[tuple[dict[str, Any], str, Any]] = []
-    for module_name in dict.fromkeys(c.__module__ for c in trainer_class.__mro__ if c.__module__.startswith("trl.")):
+    for module_name in dict.fromkeys(cls.__module__ for cls in trl_classes(trainer_class).values()):
         names = vars(sys.modules[module_name])
         before += [(names, name, names[name]) for name in functions if name in names]
     for names, name, _ in before:

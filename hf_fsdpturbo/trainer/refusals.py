@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.parallelize.trainer_family import trl_classes
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 
 IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "image_sizes")
@@ -56,6 +57,20 @@ def refuse_optimizers(given: GivenArguments, world_size: int) -> None:
         )
 
 
+def refuse_accelerate(accelerator: Any) -> None:
+    """Refuse an accelerate configuration that shards as well.
+
+    Raises:
+        ValueError: naming ``distributed_type``.
+    """
+    kind = str(accelerator.distributed_type)
+    if any(name in kind for name in ("FSDP", "DEEPSPEED", "MEGATRON")):
+        raise ValueError(
+            f"distributed_type is {kind}, but sharding is done by hf_fsdpturbo. Set distributed_type: MULTI_GPU "
+            "(MULTI_NPU on Ascend; MULTI_GPU with use_cpu: true on CPU) in the accelerate config."
+        )
+
+
 def refuse_unsharded(model: Any, was_sharded: bool) -> None:
     """Refuse to go on in a run of several processes whose model did not come through our loader.
 
@@ -93,9 +108,8 @@ def aux_loss_warning(trainer_class: type, model: Any, config: Any) -> str | None
     Its Trainer multiplies the model's loss, aux loss included, by the number of processes, and leaves out the division
     by accumulation steps. TRL adds the aux loss itself, rightly. Goes when the issue is closed.
     """
-    from_trl = any(c.__module__.startswith("trl.") for c in trainer_class.__mro__)
     text = model.config.get_text_config() if hasattr(model, "config") else None
-    if from_trl or not getattr(text, "output_router_logits", False):
+    if trl_classes(trainer_class) or not getattr(text, "output_router_logits", False):
         return None
     times = config.world_size * getattr(config, "gradient_accumulation_steps", 1)
     if times == 1:

@@ -198,9 +198,9 @@ def attempt(job: Preference, fault: str) -> str:
     if fault == "stock hash":
         from trl.trainer.utils import hash_module
 
-        from hf_fsdpturbo.trainer import mixin
+        from hf_fsdpturbo.trainer import set_up
 
-        with replaced(mixin, name, hash_module):
+        with replaced(set_up, name, hash_module):
             return _error(job)
     with replaced(order, name, value):
         return _error(job)

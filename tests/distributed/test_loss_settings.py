@@ -62,9 +62,12 @@ def test_evaluation_loss_equals_one_process(tiny, world, turbo):
     """Trainer weighs the tokens of all ranks alike, as one process with the batches of all ranks in one; TRL's loss is
     a mean over the batches of ranks, as one process takes it over batches of the same size."""
     data_ranks = world // turbo.get("cp_size", 1)
+    # "mixin": README's class, five lines in front of Transformers' Trainer. "own loop": behind it, a trainer that has
+    # an evaluation loop of its own.
     without_aux = {"router_aux_loss_coef": 0.0}  # TRL adds it, and it is a statistic of one batch
+    kinds = [(kind, data_ranks, {}) for kind in ("plain", "mixin", "own loop")] + [("sft", 1, without_aux)]
     runs, plain = {}, {}
-    for kind, times, args in (("plain", data_ranks, {}), ("sft", 1, without_aux)):
+    for kind, times, args in kinds:
         for samples, size, metrics in ((5, 1, False), (5, 2, True), (7, 3, True), (7, 2, False)):
             run = Run(
                 tiny("qwen3_moe"),

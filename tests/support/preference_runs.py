@@ -111,10 +111,10 @@ def _eager(job: Preference) -> Preference:
 
 def evaluated(job: Preference, turbo: bool, fault: bool = False) -> dict[str, float]:
     """Rank function (and for one plain process): metrics of ``evaluate()``; the fault counts repeats as stock does."""
-    from hf_fsdpturbo.trainer.evaluation import EvaluateOnce
+    from hf_fsdpturbo import FSDPTurboTrainerMixin
 
     if fault:
-        del EvaluateOnce.evaluation_loop, EvaluateOnce.prediction_step
+        del FSDPTurboTrainerMixin.evaluation_loop, FSDPTurboTrainerMixin.prediction_step
     forget_accelerate()
     return values([build_trainer(_with_reference(job, turbo), turbo=turbo).evaluate()])[0]
 

@@ -27,7 +27,7 @@ DEFAULT_ARGS: dict[str, Any] = {
     "gradient_checkpointing": False,
     "seed": 7,
 }
-OWN_ARGS = {"sft": {"max_length": 48}, "dpo": {"max_length": 48}, "reward": {"max_length": 48}, "plain": {}}
+OWN_ARGS = {"sft": {"max_length": 48}, "dpo": {"max_length": 48}, "reward": {"max_length": 48}}
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Run:
         data: columns of the training set, or the folder of a saved ``datasets.Dataset``.
         args: training arguments over :data:`DEFAULT_ARGS` (no hf_fsdpturbo fields).
         turbo: hf_fsdpturbo fields (``ep_size``, ``dist_config``, ...), used on the sharded side only.
-        trainer: "sft", "dpo", "reward" or "plain" (``transformers.Trainer``).
+        trainer: "sft", "dpo", "reward", or one of ``reference_run.PLAIN`` (``transformers.Trainer``).
         as_object: give the trainer a model object instead of the path.
         prepare: importable ``f(model)`` called on that object before the trainer gets it (``as_object`` only).
         before_train: importable ``f(trainer) -> Any`` called before ``train()``; gives ``Record.extra["before"]``.

@@ -83,6 +83,27 @@ def _recording(trainer_class: type) -> type:
     return Recording
 
 
+PLAIN = ("plain", "mixin", "own loop")
+"""Transformers' trainer: under our class, under the bare mixin, and with an evaluation loop of its own."""
+
+
+def own_loop(trainer_class: type) -> type:
+    """Subclass of a trainer whose evaluation gathers with ``gather`` and takes the mean itself, as some do."""
+    from transformers.trainer_utils import EvalLoopOutput
+
+    class OwnLoop(trainer_class):  # type: ignore[misc,valid-type]
+        def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+            self.model.eval()
+            losses = []
+            for inputs in dataloader:
+                loss, _, _ = self.prediction_step(self.model, inputs, prediction_loss_only=True)
+                losses.append(self.accelerator.gather(loss.repeat(len(inputs["input_ids"]))))
+            mean = torch.cat(losses).mean().item()
+            return EvalLoopOutput(None, None, {"eval_loss": mean}, sum(map(len, losses)))
+
+    return OwnLoop
+
+
 def _classes(family: str, turbo: bool) -> tuple[type, type]:
     """Trainer and config class."""
     import transformers
@@ -90,10 +111,16 @@ def _classes(family: str, turbo: bool) -> tuple[type, type]:
 
     import hf_fsdpturbo
 
-    if family == "plain":
-        if turbo:
-            return hf_fsdpturbo.FSDPTurboTrainer, hf_fsdpturbo.FSDPTurboTrainingArguments
-        return transformers.Trainer, transformers.TrainingArguments
+    if family in PLAIN:
+        trainer_class = own_loop(transformers.Trainer) if family == "own loop" else transformers.Trainer
+        if not turbo:
+            return trainer_class, transformers.TrainingArguments
+
+        class MyTrainer(hf_fsdpturbo.FSDPTurboTrainerMixin, trainer_class):  # type: ignore[misc,valid-type]
+            """What README shows."""
+
+        ours = hf_fsdpturbo.FSDPTurboTrainer if family == "plain" else MyTrainer
+        return ours, hf_fsdpturbo.FSDPTurboTrainingArguments
     name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}[family]
     module, prefix = (hf_fsdpturbo, "FSDPTurbo") if turbo else (trl, "")
     return getattr(module, f"{prefix}{name}Trainer"), getattr(module, f"{prefix}{name}Config")
@@ -105,13 +132,13 @@ def build_trainer(run: Run, turbo: bool, **more_args: Any) -> Any:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     trainer_class, config_class = _classes(run.trainer, turbo)
-    arguments = {**DEFAULT_ARGS, **OWN_ARGS[run.trainer], **run.args, **(run.turbo if turbo else {}), **more_args}
+    arguments = {**DEFAULT_ARGS, **OWN_ARGS.get(run.trainer, {}), **run.args, **(run.turbo if turbo else {}), **more_args}
     arguments.setdefault("output_dir", tempfile.mkdtemp(prefix="run_"))
-    if run.trainer != "plain" and not run.as_object:
+    if run.trainer not in PLAIN and not run.as_object:
         arguments["model_init_kwargs"] = dict(run.model_kwargs) or None
     config = config_class(**arguments)
     model: Any = run.model
-    if run.as_object or (run.trainer == "plain" and not turbo):
+    if run.as_object or (run.trainer in PLAIN and not turbo):
         model = AutoModelForCausalLM.from_pretrained(run.model, **{"dtype": torch.float32, **run.model_kwargs})
         if run.prepare is not None:
             run.prepare(model)
@@ -120,7 +147,7 @@ def build_trainer(run: Run, turbo: bool, **more_args: Any) -> Any:
     data = Dataset.load_from_disk(run.data) if isinstance(run.data, str) else Dataset.from_dict(run.data)
     evaluation = None if run.eval_data is None else Dataset.from_dict(run.eval_data)
     kwargs = dict(run.trainer_kwargs)
-    if run.trainer == "plain":
+    if run.trainer in PLAIN:
         from transformers import DataCollatorForLanguageModeling
 
         kwargs["data_collator"] = DataCollatorForLanguageModeling(tokenizer, mlm=False)

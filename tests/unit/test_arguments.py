@@ -130,7 +130,8 @@ def test_importing_the_arguments_imports_no_heavy_package():
 EVERY_FORM = {"ep_size": 2, "ep_dispatcher": "fused", "fsdp_ignored_modules": ["model.embed"]}
 
 
-def test_a_mapping_a_json_string_and_files_mean_the_same(build, tmp_path):
+def test_a_mapping_a_json_string_and_files_mean_the_same(build, tmp_path, monkeypatch):
+    pretend_world(monkeypatch, 2)
     yaml_path, json_path = tmp_path / "dist.yaml", tmp_path / "dist.json"
     yaml_path.write_text("ep_size: 2\nep_dispatcher: fused\nfsdp_ignored_modules: [model.embed]\n")
     json_path.write_text(json.dumps(EVERY_FORM))
@@ -336,6 +337,7 @@ def test_a_trl_recipe_takes_a_nested_mapping(tmp_path):
 
 
 def test_shorthand_and_dist_config_agree_or_raise(build, accelerate_yaml, monkeypatch):
+    pretend_world(monkeypatch, 2)
     assert build(ep_size=2, dist_config={"ep_size": 2}).fsdpturbo_params.ep_size == 2
     assert build(ep_dispatcher="fused").fsdpturbo_params.ep_dispatcher == "fused"
     raises_naming(lambda: build(ep_size=2, dist_config={"ep_size": 4}), "ep_size=2", "ep_size=4", "Python")
@@ -523,7 +525,8 @@ def test_copies_say_the_same(build, accelerate_yaml, monkeypatch):
     assert again.dist_config is not args.dist_config
 
 
-def test_the_fields_hold_plain_json_types(build):
+def test_the_fields_hold_plain_json_types(build, monkeypatch):
+    pretend_world(monkeypatch, 2)
     args = build(
         dist_config={"hook_modules": (), "ep_dispatcher": "fused"}, ep_size=2, kernel_config='{"name": "auto"}'
     )
@@ -577,12 +580,17 @@ def test_one_process_reduces_sizes_of_yaml_and_environment_with_one_notice(
 
 def test_one_process_keeps_sizes_given_in_python(build, accelerate_yaml):
     accelerate_yaml({"mp_replicate_size": 2})
-    args = build(ep_size=2)
-    assert sizes_for_world(args, 1)["ep_size"] == 2
-    assert sizes_for_world(args, 1)["mp_replicate_size"] == 1
-    from hf_fsdpturbo.parallel_state import Topology
+    assert sizes_for_world(build(), 1)["mp_replicate_size"] == 1
+    raises_naming(lambda: build(ep_size=2), "ep_size (2)", "dp_size (1)")
 
-    raises_naming(lambda: Topology.resolve(1, **sizes_for_world(args, 1)), "ep_size (2)", "dp_size (1)")
+
+def test_sizes_that_do_not_fit_are_refused_before_anything_is_read(build, monkeypatch):
+    pretend_world(monkeypatch, 8)
+    assert build(ep_size=4).fsdpturbo_topology.expert_shape == (1, 2, 4, 1)
+    raises_naming(lambda: build(ep_size=3), "ep_size (3)", "dp_size (8)", "divides world_size / cp_size")
+    raises_naming(lambda: build(ep_size=4, dist_config={"efsdp_size": 3}), "efsdp_size (3)", "(2)")
+    raises_naming(lambda: build(dp_size=4), "dp_size (4)", "world_size (8)")
+    raises_naming(lambda: build(mp_replicate_size=3), "mp_replicate_size (3)", "world_size (8)")
 
 
 def test_what_python_sets_in_vain_in_one_process_is_listed(build, accelerate_yaml, monkeypatch):

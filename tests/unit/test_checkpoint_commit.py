@@ -185,20 +185,22 @@ def test_a_failing_rank_asks_nobody_about_a_background_save(monkeypatch):
     """The others may never come to a collective: waiting for them would hide the error and keep the process."""
     from types import SimpleNamespace
 
+    from hf_fsdpturbo import FSDPTurboTrainerMixin
     from hf_fsdpturbo.trainer import saving
 
     class Loop:
         def train(self, *args, **kwargs):
             raise RuntimeError("out of memory")
 
-    class Trainer(saving.CheckpointHooks, Loop):
-        pass
+    class Trainer(FSDPTurboTrainerMixin, Loop):
+        def __init__(self):
+            self._saving = saving.Saving(self)
 
     waited = []
     trainer = Trainer()
     trainer.args = SimpleNamespace(save_on_each_node=False, push_to_hub=False)
     trainer.async_save = True
-    trainer._background = SimpleNamespace(wait=lambda: waited.append(True))
+    trainer._saving.background = SimpleNamespace(wait=lambda: waited.append(True))
     monkeypatch.setattr(saving, "agree", lambda *args: pytest.fail("a collective on the way out"))
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from hf_fsdpturbo.trainer.batches import ContextParallelHooks, GatherOnce
+from hf_fsdpturbo import FSDPTurboTrainerMixin
+from hf_fsdpturbo.trainer.batches import SharedBatches
+from hf_fsdpturbo.trainer.evaluation import GatheredRows
 
 WORLD, CP, REMAINDER = 6, 2, 3  # three data ranks of two rows each, the last batch has three real rows
 
@@ -36,13 +38,16 @@ class Accelerator:
 
 def once(process_index=0):
     accelerator = Accelerator(process_index)
-    return accelerator, GatherOnce(accelerator, CP)
+    rows = GatheredRows(accelerator, CP)
+    rows.install()
+    return accelerator, rows
 
 
 def test_copies_go_before_the_cut():
-    accelerator, gather = once()
     rows = torch.tensor([0, 1])
-    assert accelerator.gather_for_metrics(rows).tolist() == [0, 1, 0]  # the fault: a copy instead of the third row
+    assert Accelerator().gather_for_metrics(rows).tolist() == [0, 1, 0]  # the fault: a copy instead of the third row
+    accelerator, _ = once()
+    gather = accelerator.gather_for_metrics
     assert gather(rows).tolist() == [0, 1, 2]
     assert gather({"a": rows})["a"].tolist() == [0, 1, 2]
     assert gather(torch.tensor(0)).tolist() == [0, 1, 2]
@@ -51,7 +56,8 @@ def test_copies_go_before_the_cut():
 
 @pytest.mark.parametrize(("process_index", "sent"), [(0, ["x"]), (1, []), (2, ["x"]), (5, [])])
 def test_objects_are_sent_by_one_rank_of_a_group(process_index, sent):
-    accelerator, gather = once(process_index)
+    accelerator, _ = once(process_index)
+    gather = accelerator.gather_for_metrics
     gather(["x"], use_gather_object=True)
     assert accelerator.seen == sent
     gather([{"text": "x"}])
@@ -63,8 +69,10 @@ def test_nothing_changes_without_context_parallelism():
         def get_tp_size(self):
             return 7
 
-    class Trainer(ContextParallelHooks, Parent):
-        parallel_state = None
+    class Trainer(FSDPTurboTrainerMixin, Parent):
+        def __init__(self, cp_size):
+            self._batches = SharedBatches(cp_size)
 
-    assert Trainer().get_tp_size() == 7
+    assert Trainer(1).get_tp_size() == 7
+    assert Trainer(CP).get_tp_size() == CP
     assert Trainer.cp_sharded_loss is False

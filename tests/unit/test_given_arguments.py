@@ -56,3 +56,27 @@ def test_names_end_where_no_keywords_are_passed_on():
             super().__init__(model)
 
     assert names_taken(Closed.__mro__) == {"self", "model"}
+
+
+def test_the_tokenizer_comes_from_the_revision_of_the_weights(monkeypatch):
+    """TRL, given a model object, asks for the tokenizer of the default branch."""
+    from types import SimpleNamespace
+
+    from hf_fsdpturbo import FSDPTurboSFTTrainer, FSDPTurboTrainer
+    from hf_fsdpturbo.trainer import set_up
+
+    asked = []
+    monkeypatch.setattr(set_up.AutoProcessor, "from_pretrained", lambda path, **kwargs: asked.append((path, kwargs)))
+
+    def ask(trainer_class, given, **init_kwargs):
+        made = set_up.SetUp.__new__(set_up.SetUp)
+        made.trainer_class, made.given = trainer_class, given
+        made.config = SimpleNamespace(model_init_kwargs=init_kwargs or None, trust_remote_code=False)
+        made._keep_revision("somebody/moe")
+
+    ask(FSDPTurboSFTTrainer, {}, revision="abc123")
+    assert asked == [("somebody/moe", {"revision": "abc123", "trust_remote_code": False})]
+    ask(FSDPTurboSFTTrainer, {"processing_class": "mine"}, revision="abc123")
+    ask(FSDPTurboSFTTrainer, {})
+    ask(FSDPTurboTrainer, {}, revision="abc123")
+    assert len(asked) == 1

@@ -6,8 +6,9 @@ import pytest
 from transformers import PreTrainedModel
 from trl.trainer import dpo_trainer, kto_trainer, reward_trainer, sft_trainer, utils
 
-from hf_fsdpturbo import FSDPTurboDPOTrainer, FSDPTurboRewardTrainer, FSDPTurboSFTTrainer
-from hf_fsdpturbo.trainer.reference import ONLINE_TRAINERS, trainer_functions_replaced
+from hf_fsdpturbo import FSDPTurboDPOTrainer, FSDPTurboRewardTrainer, FSDPTurboSFTTrainer, FSDPTurboTrainerMixin
+from hf_fsdpturbo.parallelize.trainer_family import ONLINE_TRAINERS
+from hf_fsdpturbo.trainer.reference import trainer_functions_replaced
 
 
 @pytest.mark.parametrize("module", [dpo_trainer, kto_trainer])
@@ -45,7 +46,8 @@ def test_trainers_that_are_refused_exist_under_their_names():
 @pytest.mark.parametrize("trainer", [FSDPTurboDPOTrainer, FSDPTurboRewardTrainer, FSDPTurboSFTTrainer])
 def test_our_overrides_come_first(trainer):
     names = [cls.__name__ for cls in trainer.__mro__]
-    assert names.index("EvaluateOnce") < names.index("FSDPTurboTrainerMixin") < names.index("Trainer")
+    assert names.index("FSDPTurboTrainerMixin") < names.index("Trainer")
+    assert trainer.evaluation_loop is FSDPTurboTrainerMixin.evaluation_loop
 
 
 def test_evaluation_hooks_have_the_arguments_we_pass():

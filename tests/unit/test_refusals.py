@@ -191,7 +191,8 @@ def test_what_is_supported_passes(build):
 # ---- context parallelism ----
 
 
-def test_context_parallelism_takes_over_batch_dispatch(build):
+def test_context_parallelism_takes_over_batch_dispatch(build, monkeypatch):
+    pretend_world(monkeypatch, 2)
     assert build(cp_size=2).accelerator_config.dispatch_batches is False
     assert (
         build(cp_size=2, accelerator_config={"dispatch_batches": False}).accelerator_config.dispatch_batches is False
@@ -200,7 +201,8 @@ def test_context_parallelism_takes_over_batch_dispatch(build):
 
 
 @pytest.mark.parametrize("name", ["split_batches", "dispatch_batches"])
-def test_context_parallelism_refuses_slicing_by_rank(build, tmp_path, name):
+def test_context_parallelism_refuses_slicing_by_rank(build, tmp_path, name, monkeypatch):
+    pretend_world(monkeypatch, 2)
     raises_naming(lambda: build(cp_size=2, accelerator_config={name: True}), f"accelerator_config {name}", "cp_size=2")
     path = tmp_path / "accelerator.json"
     path.write_text(json.dumps({name: True}))

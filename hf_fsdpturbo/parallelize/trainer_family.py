@@ -1,0 +1,65 @@
+"""Which of TRL's trainers a class extends, and the loader that its family uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_fsdpturbo.arguments import FSDPTurboArguments
+
+ONLINE_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
+"""TRL's trainers that build models inside their own ``__init__`` and generate; refused until that is built."""
+
+
+def trl_classes(trainer_class: type) -> dict[str, type]:
+    """The classes of TRL that a trainer extends, by name, nearest first; none for other trainers."""
+    return {cls.__name__: cls for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.")}
+
+
+def refuse_online(trainer_class: type) -> None:
+    """Refuse trainers that load a reference past us.
+
+    Raises:
+        ValueError: naming the trainer.
+    """
+    for name in trl_classes(trainer_class):
+        if name in ONLINE_TRAINERS:
+            raise ValueError(
+                f"{name} is not supported: it loads a whole reference model on every rank and generates while it "
+                "trains. Use SFT, DPO, KTO or reward training."
+            )
+
+
+def model_loader(
+    trainer_class: type, config: FSDPTurboArguments, defaults: dict[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The ``from_pretrained`` that a trainer's family uses, and its keywords. TRL trainers take TRL's own.
+
+    Args:
+        defaults: keywords below ``model_init_kwargs``.
+
+    Raises:
+        ValueError: a keyword that places or quantises the model.
+    """
+    kwargs: dict[str, Any] = {**defaults, **(getattr(config, "model_init_kwargs", None) or {})}
+    for name in ("device_map", "distributed_config", "tp_plan", "quantization_config"):
+        if kwargs.pop(name, None) is not None:
+            raise ValueError(
+                f"model_init_kwargs[{name!r}] is not supported: placement is decided by hf_fsdpturbo. Remove it."
+            )
+    trl = trl_classes(trainer_class)
+    if not trl:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained, kwargs
+    from trl.trainer.utils import create_model_from_path
+
+    kwargs.setdefault("trust_remote_code", getattr(config, "trust_remote_code", False))
+    if "RewardTrainer" in trl:
+        from transformers import AutoModelForSequenceClassification
+
+        kwargs["num_labels"] = 1  # the only output is the reward
+        return partial(create_model_from_path, architecture=AutoModelForSequenceClassification), kwargs
+    return create_model_from_path, kwargs

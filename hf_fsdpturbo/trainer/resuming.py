@@ -1,0 +1,95 @@
+"""Resuming a trainer: which checkpoint, is it whole and of this model, and filling model, optimizer, scheduler."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from hf_fsdpturbo.checkpoint import commit, dcp, facts, scheduler
+from hf_fsdpturbo.lora import adapter_files
+from hf_fsdpturbo.parallelize.reload import reload_weights
+from hf_fsdpturbo.ranks import from_rank0, rank, together
+from hf_fsdpturbo.trainer.saving import SCHEDULER, sizes_of
+
+
+def newest_checkpoint(run_dir: str) -> str:
+    """The newest finished checkpoint of a run; says what it skipped. Collective.
+
+    Raises:
+        ValueError: there is none; on every rank.
+    """
+    found: list[Any] = [None, []]
+    with together(f"looking for checkpoints in {run_dir}"):
+        if rank() == 0:
+            commit.restore_moved_aside(run_dir)
+            found = list(commit.last_checkpoint(run_dir))
+            for note in found[1]:
+                print(f"[hf_fsdpturbo] resume: {note}", flush=True)
+    newest, notes = from_rank0(found)
+    if newest is None:
+        raise ValueError(
+            f"resume_from_checkpoint=True, but output_dir {run_dir} holds no finished checkpoint. {'. '.join(notes)}"
+        )
+    return newest
+
+
+def load_model(trainer: Any, checkpoint: str) -> None:
+    """Check a checkpoint, then fill the trainer's model in place, whatever topology wrote it. Collective.
+
+    Raises:
+        ValueError: not finished, without shards, or of another model; on every rank.
+    """
+    model, adapted = trainer.model, adapter_files.is_peft(trainer.model)
+    directory = os.path.join(checkpoint, dcp.DCP_DIR)
+    with together("resuming"):
+        commit.verify(checkpoint)
+        if not os.path.isdir(directory):
+            fix = "Give it as the model's path to start a new run from it."
+            if adapted:
+                fix = "Call trainer.load_adapter(directory) before train() to start a new run from its adapter."
+            raise ValueError(
+                f"resume_from_checkpoint: {checkpoint} was written with save_only_model or not by "
+                f"this package, and has no optimizer shards. {fix}"
+            )
+        written = facts.read(checkpoint)
+        facts.check_same_model(checkpoint, written, model)
+    if rank() == 0 and written["topology"] != sizes_of(trainer):
+        print(
+            f"[hf_fsdpturbo] {checkpoint} was written by {written['topology'] or 'one process'}; this run has "
+            f"{sizes_of(trainer) or 'one process'}. Dropout draws differ from the uninterrupted run's.",
+            flush=True,
+        )
+    dcp.load_model(directory, model, adapted)
+
+
+def load_training_state(trainer: Any, checkpoint: str) -> None:
+    """Fill optimizer and scheduler. Collective.
+
+    Raises:
+        CheckpointError: another optimizer class, other parameters, or unreadable files; on every rank.
+    """
+    directory, described = os.path.join(checkpoint, dcp.DCP_DIR), os.path.join(checkpoint, dcp.OPTIMIZER_JSON)
+    optimizer = dcp.unwrap_optimizer(trainer.optimizer)
+    dcp.load_optimizer(directory, described, trainer.model, optimizer)
+    with together(f"reading {SCHEDULER}"):
+        state = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
+        groups = commit.read_json(described)["groups"]
+        sources = scheduler.group_sources(groups, trainer.model, optimizer)
+        trainer.lr_scheduler.load_state_dict(scheduler.follow_groups(state, len(groups), sources))
+
+
+def load_best_model(trainer: Any) -> None:
+    """Fill the model from the best checkpoint, which may hold shards, Hub weights or an adapter. Collective."""
+    best, adapted = trainer.state.best_model_checkpoint, adapter_files.is_peft(trainer.model)
+    with together("load_best_model_at_end"):
+        commit.verify(best)
+    directory = os.path.join(best, dcp.DCP_DIR)
+    if os.path.isdir(directory):
+        dcp.load_model(directory, trainer.model, adapted)
+    elif adapted:
+        with together(f"reading {best}"):
+            adapter_files.load_adapter(trainer.model, best)
+    else:
+        reload_weights(trainer.model, best, trainer.args, trainer.parallel_state)

@@ -1,0 +1,132 @@
+"""`SetUp`: what happens round a parent trainer's ``__init__``: meshes, sharded models, warm-up, a summary."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoProcessor, set_seed
+from transformers.trainer_utils import enable_full_determinism
+
+from hf_fsdpturbo import compat, grad_norm
+from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
+from hf_fsdpturbo.parallelize.order import ShardingReport
+from hf_fsdpturbo.parallelize.trainer_family import trl_classes
+from hf_fsdpturbo.sharding.outer_fsdp import reshard
+from hf_fsdpturbo.trainer.given_arguments import GivenArguments
+from hf_fsdpturbo.trainer.reference import add_reference, hash_shards, trainer_functions_replaced
+from hf_fsdpturbo.trainer.refusals import aux_loss_warning, refuse_model, refuse_optimizers, refuse_unsharded
+
+
+class SetUp:
+    """One trainer's way from the arguments it was given to a sharded model in the trainer behind the mixin.
+
+    Args:
+        trainer_class: the user's.
+        given: its arguments.
+
+    Attributes:
+        parallel_state: the meshes, None in a run of one process.
+        topology: the sizes.
+
+    Raises:
+        ValueError: arguments that cannot work; on every rank.
+    """
+
+    def __init__(self, trainer_class: type, given: GivenArguments) -> None:
+        config = given.get("args")
+        if not isinstance(config, FSDPTurboArguments):
+            raise ValueError(
+                f"args must extend FSDPTurboArguments, but it is {type(config).__name__}. Use "
+                "FSDPTurboTrainingArguments, FSDPTurboSFTConfig, FSDPTurboDPOConfig or FSDPTurboRewardConfig."
+            )
+        self.trainer_class, self.given, self.config = trainer_class, given, config
+        refuse_model(given)
+        refuse_optimizers(given, config.world_size)
+        seed = cast(Any, config).seed
+        enable_full_determinism(seed) if cast(Any, config).full_determinism else set_seed(seed)
+        self.topology = config.fsdpturbo_topology
+        self.parallel_state = self._meshes()
+        self.peft_model: nn.Module | None = None
+        self.report: ShardingReport | None = None
+
+    def _meshes(self) -> FSDPTurboParallelState | None:
+        sizes = self.topology
+        if sizes.world_size == 1:
+            return None
+        compat.refuse_broken_torch(
+            sizes.world_size, dist.get_backend(), sizes.cp_size, sizes.ep_size, edp_size=sizes.edp_size
+        )
+        timeout = timedelta(seconds=self.config.dist_timeout)
+        return FSDPTurboParallelState.initialize(sizes, self.config.device.type, timeout=timeout)
+
+    def shard_models(self) -> ShardingReport | None:
+        """Replace ``ref_model`` and ``model`` in the parent's arguments by sharded ones.
+
+        With ``peft_config`` the parent gets the base model and takes our PEFT model from ``get_peft_model``.
+
+        Returns:
+            what was done to ``model``; None where none was given.
+        """
+        given, config, state = self.given, self.config, self.parallel_state
+        add_reference(self.trainer_class, given, config, state)
+        model = given.get("model")
+        peft_config = None if state is None else given.get("peft_config")
+        if isinstance(model, str):
+            self._keep_revision(model)
+            model, self.report = build_model(self.trainer_class, model, config, state, peft_config=peft_config)
+        elif isinstance(model, nn.Module):
+            model, self.report = shard_given_model(model, config, state, peft_config=peft_config)
+        if peft_config is not None:
+            self.peft_model, model = model, cast(Any, model).get_base_model()
+        given["model"] = model
+        return self.report
+
+    def _keep_revision(self, path: str) -> None:
+        """Load the tokenizer as TRL would: given a model object, it forgets the revision of the weights."""
+        kwargs = getattr(self.config, "model_init_kwargs", None) or {}
+        revision = kwargs.get("revision")
+        if revision and trl_classes(self.trainer_class) and self.given.get("processing_class") is None:
+            trust = getattr(self.config, "trust_remote_code", False)
+            self.given["processing_class"] = AutoProcessor.from_pretrained(
+                path, revision=revision, trust_remote_code=trust
+            )
+
+    @contextlib.contextmanager
+    def parent_arguments(self) -> Iterator[GivenArguments]:
+        """While open, the parent's ``__init__`` may run: TRL's functions that cannot take sharded models are ours."""
+        config = self.config
+        functions: dict[str, Any] = {}
+        if self.parallel_state is not None:
+            functions["hash_module"] = hash_shards
+            functions["get_peft_model"] = lambda model, config, **kwargs: self.peft_model
+        init_kwargs = getattr(config, "model_init_kwargs", None)
+        if hasattr(config, "model_init_kwargs"):
+            config.model_init_kwargs = None  # used up; TRL would warn that a model object ignores it
+        try:
+            with trainer_functions_replaced(self.trainer_class, **functions):
+                yield self.given
+        finally:
+            if hasattr(config, "model_init_kwargs"):
+                config.model_init_kwargs = init_kwargs
+
+    def finish(self, model: nn.Module) -> None:
+        """Warm up communicators and print one summary on rank 0."""
+        config = self.config
+        if self.parallel_state is not None:
+            refuse_unsharded(model, self.report is not None)
+            reshard(model)  # log-probabilities computed ahead have left the root whole
+            grad_norm.warm_up(model)
+        if config.process_index == 0:
+            trainable = [p for p in model.parameters() if p.requires_grad]
+            in_bf16 = bool(trainable) and any(p.dtype == torch.bfloat16 for p in trainable)
+            lines = [describe_sources(config), self.report, bf16_storage_warning(config, in_bf16)]
+            lines.append(aux_loss_warning(self.trainer_class, model, config))
+            print("\n".join(str(line) for line in lines if line), flush=True)
