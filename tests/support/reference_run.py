@@ -132,7 +132,8 @@ def build_trainer(run: Run, turbo: bool, **more_args: Any) -> Any:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     trainer_class, config_class = _classes(run.trainer, turbo)
-    arguments = {**DEFAULT_ARGS, **OWN_ARGS.get(run.trainer, {}), **run.args, **(run.turbo if turbo else {}), **more_args}
+    own = OWN_ARGS.get(run.trainer, {})
+    arguments = {**DEFAULT_ARGS, **own, **run.args, **(run.turbo if turbo else {}), **more_args}
     arguments.setdefault("output_dir", tempfile.mkdtemp(prefix="run_"))
     if run.trainer not in PLAIN and not run.as_object:
         arguments["model_init_kwargs"] = dict(run.model_kwargs) or None
