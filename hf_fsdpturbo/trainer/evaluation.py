@@ -23,8 +23,8 @@ from torch import Tensor
 class GatheredRows:
     """Stands in for both gather methods of an accelerator, from :meth:`install` on.
 
-    ``gather`` is accelerate's own but for an uneven last batch of an evaluation (token counts in training need all
-    ranks); ``gather_for_metrics`` returns each data rank's rows once.
+    ``gather_for_metrics`` returns each data rank's rows once; ``gather`` does so in evaluations, and is accelerate's own
+    outside (token counts in training need all ranks).
 
     Args:
         accelerator: whose methods are replaced.
@@ -81,7 +81,9 @@ class GatheredRows:
 
     def _gather(self, data: Any) -> Any:
         counts = self.counts()
-        return self.gather(data) if counts is None else recursively_apply(self._real_rows, data, counts)
+        if counts is not None:
+            return recursively_apply(self._real_rows, data, counts)
+        return self._gather_once(data) if self.evaluating and self.cp_size > 1 else self.gather(data)
 
     def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As accelerate's: tensors of one shape on all ranks, nested or not, or any objects."""
