@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, ReceivedRows, get_dispatcher
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, get_dispatcher
 from hf_fsdpturbo.dispatch.recompute import no_tape
 
 logger = logging.getLogger(__name__)
@@ -168,11 +168,3 @@ class AutoDispatcher(Dispatcher):
             except ValueError as error:
                 self.reasons[name] = str(error)
                 del self.candidates[name]
-
-    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[ReceivedRows, Any]:
-        """The current choice's."""
-        return self._current.dispatch(hidden_states, top_k_index, top_k_weights)
-
-    def combine(self, expert_output: Tensor, record: Any) -> Tensor:
-        """The current choice's."""
-        return self._current.combine(expert_output, record)

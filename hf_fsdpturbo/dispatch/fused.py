@@ -20,14 +20,13 @@ their own forward on the slots, inside the same exchange.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, ReceivedRows
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts
 from hf_fsdpturbo.dispatch.flight import Flight, send_rows
 from hf_fsdpturbo.dispatch.packed_rows import PackedLayout, pack_rows, packed_expert_mlp, sum_rows, unpack_rows
 from hf_fsdpturbo.dispatch.recompute import record_or_replay
@@ -102,10 +101,6 @@ class FusedDispatcher(Dispatcher):
         output_SD = experts.forward_rows(rows_SD, _slot_experts(slot_map), None)
         return unpermute(output_SD, slot_map, ops, weights_S)
 
-    def finish(self, returned: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
-        """Each token's rows summed, ``[T, D]``; the weights were applied at the owners."""
-        return sum_rows(returned, plan)
-
     # -- the dispatcher ------------------------------------------------------------------------------------------
 
     def __call__(
@@ -123,32 +118,6 @@ class FusedDispatcher(Dispatcher):
         flight = Flight(plan.receive_splits, plan.send_splits, self.group)
         output_RD = self.experts_on(send_rows(packed, flight), layout, plan, experts, flight, plain)
         return sum_rows(all_to_all_rows(output_RD, plan.send_splits, plan.receive_splits, self.group), plan)
-
-    def dispatch(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> tuple[ReceivedRows, RoutingPlan]:
-        """The exchange alone: rows once a rank, slots beside them."""
-        (plan,) = self.plan([top_k_index])
-        if self.group is None:
-            rows_RD, weights_RK, slot_map = hidden_states, top_k_weights, plan.slot_map()
-        else:
-            packed, layout = self.pack(hidden_states, top_k_weights, plan)
-            packed = all_to_all_rows(packed, plan.receive_splits, plan.send_splits, self.group)
-            slot_map = plan.slot_map(layout.slots(packed.detach()).clone())
-            rows_RD, weights_RK = unpack_rows(packed, layout)
-        row, k = (slot_map.slots_RK >= 0).nonzero(as_tuple=True)
-        order_S = torch.argsort(slot_map.slots_RK[row, k])
-        pair_row_S, pair_k_S = row[order_S], k[order_S]
-        pairs = (_slot_experts(slot_map), pair_row_S, weights_RK[pair_row_S, pair_k_S])
-        return ReceivedRows(rows_RD, *pairs), plan
-
-    def combine(self, expert_output: Tensor, record: Any) -> Tensor:
-        """Rows back to their tokens, and each token's rows summed."""
-        if self.group is None:
-            return expert_output
-        returned = all_to_all_rows(expert_output, record.send_splits, record.receive_splits, self.group)
-        return sum_rows(returned, record)
-
 
 def _slot_experts(slot_map: SlotMap) -> Tensor:
     """Local expert of every slot, ``[S]`` int64."""

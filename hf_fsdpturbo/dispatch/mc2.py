@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, ReceivedRows
-from hf_fsdpturbo.dispatch.eager import EagerDispatcher, EagerPlan, EagerRecord
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts
+from hf_fsdpturbo.dispatch.eager import weigh_and_sum
 from hf_fsdpturbo.dispatch.recompute import record_or_replay
 from hf_fsdpturbo.ops import npu
 from hf_fsdpturbo.ops.functional import swiglu
@@ -119,7 +119,6 @@ class Mc2Dispatcher(Dispatcher):
         accelerator = torch.accelerator.current_accelerator()
         self._device_type = accelerator.type if accelerator is not None else "cpu"
         check_mc2(self.group_size, num_experts, self._device_type)
-        self._eager = EagerDispatcher(group, num_experts)
 
     def plan(self, top_k_index: Tensor) -> Mc2Plan:
         """Sort and count: one small all-to-all and one host sync, neither in recompute."""
@@ -159,13 +158,4 @@ class Mc2Dispatcher(Dispatcher):
         rows_ND = hidden_states.index_select(0, plan.order_N // top_k)
         active = swiglu(_SendAndMultiply.apply(rows_ND, gate_up, plan, self.group), npu)
         output_ND = _MultiplyAndReturn.apply(active, down, plan, self.group)
-        order = EagerPlan(plan.order_N, [], [], plan.order_N)
-        return self._eager.weigh_and_sum(output_ND, EagerRecord(order, top_k_weights, hidden_states.dtype))
-
-    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[ReceivedRows, Any]:
-        """The exchange cannot be had without its matmul: eager's."""
-        return self._eager.dispatch(hidden_states, top_k_index, top_k_weights)
-
-    def combine(self, expert_output: Tensor, record: Any) -> Tensor:
-        """See :meth:`dispatch`."""
-        return self._eager.combine(expert_output, record)
+        return weigh_and_sum(output_ND, plan.order_N, top_k_weights, hidden_states.dtype)

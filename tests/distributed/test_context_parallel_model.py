@@ -348,7 +348,7 @@ def refusals():
 
     init_gloo()
     model = make_model("qwen3_moe", {})
-    undo = install(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    install(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
     tokens = ids(1, 8)
     tries = {
         "generate": lambda: model.generate(tokens, max_new_tokens=2),
@@ -363,8 +363,6 @@ def refusals():
             attempt()
         except ValueError as error:
             messages[name] = str(error)
-    undo()
-    messages["undone"] = model.generate(tokens, max_new_tokens=2).shape[1]
     return messages
 
 
@@ -375,4 +373,3 @@ def test_refused_at_the_first_forward():
         assert "output_attentions=True" in messages["attention weights"]
         for name in ("other batches", "other lengths"):
             assert "different batches" in messages[name]
-        assert messages["undone"] == 10
