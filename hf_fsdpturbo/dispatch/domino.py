@@ -1,6 +1,6 @@
 """Domino: two slices of tokens, so that one slice travels while the other's experts compute, forward and backward.
 
-T tokens, R rows, D hidden. `->` is an exchange on the side stream, `[ ]` computes on the current one:
+T tokens, R rows, D hidden. ``->`` is an exchange on the side stream, ``[ ]`` computes on the current one:
 
     forward   pack0 ->0 pack1 ->1   [experts0]  ->0   [experts1]  ->1   sum0 sum1
     backward  grad1 ->1 grad0 ->0   [experts1]  ->1   [experts0]  ->0   grads of pack1, pack0
@@ -45,8 +45,8 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # What this returns has the shape autograd expects and is ignored: `_Start.backward` takes the exchanged rows,
-        # of another number, from the flight.
+        # What this returns has the shape autograd expects and is ignored: ``_Start.backward`` takes the exchanged
+        # rows, of another number, from the flight.
         ctx.flight.leave(gradients[0])
         return gradients[0], None
 
@@ -61,7 +61,7 @@ class DominoDispatcher(Dispatcher):
     def __call__(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
     ) -> Tensor:
-        """See :class:`hf_fsdpturbo.dispatch.Dispatcher`. The first slice takes the odd token."""
+        """See :class:`hf_fsdpturbo.dispatch.dispatcher.Dispatcher`. The first slice takes the odd token."""
         if self.group is None or self.group_size == 1:
             return self._fused(hidden_states, top_k_index, top_k_weights, experts)
         half = (hidden_states.shape[0] + 1) // 2

@@ -1,9 +1,7 @@
-"""The fused dispatcher: a token travels once to a rank, with its slots and weights; copies and sums happen at the
-owner.
+"""The fused dispatcher: a token travels once to a rank, with its slots and weights; the owner copies and sums.
 
 T tokens, K top-k, R received rows, S slots, E / L all / local experts, D hidden. Eight ranks, K = 8, token t with
-experts
-on ranks 0, 0, 0, 2, 2, 5, 5, 7:
+experts on ranks 0, 0, 0, 2, 2, 5, 5, 7:
 
     rank r: row t -> one packed row each to ranks 0, 2, 5, 7      eager sends 8 rows, this sends 4
                        counts gather, rows packed meanwhile
@@ -13,8 +11,7 @@ on ranks 0, 0, 0, 2, 2, 5, 5, 7:
     rank r: token t = sum of its 4 rows                   [T, D]
 
 One gather of counts and one host sync a layer, none for a group of one and none in recompute. Experts that are not
-plain SwiGLU run
-their own forward on the slots, inside the same exchange.
+plain SwiGLU run their own forward on the slots, inside the same exchange.
 """
 
 from __future__ import annotations
@@ -69,8 +66,16 @@ class FusedDispatcher(Dispatcher):
         flight: Flight,
         plain: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Local experts on received packed rows: ``[R, D]`` to send back; ``plain`` as :meth:`plain_weights` gave
-        it."""
+        """Local experts on received packed rows: ``[R, D]`` to send back.
+
+        Args:
+            packed: rows that came by ``flight``, laid out as ``layout``.
+            layout: of :meth:`pack`.
+            plan: of the slice the rows belong to.
+            experts: of this rank.
+            flight: by which the rows' gradient may leave early.
+            plain: what :meth:`plain_weights` gave, where it was asked before.
+        """
         if plain is None:
             plain = self.plain_weights(packed, plan.ops, experts)
         if plain is not None:
@@ -106,7 +111,7 @@ class FusedDispatcher(Dispatcher):
     def __call__(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
     ) -> Tensor:
-        """See :class:`hf_fsdpturbo.dispatch.Dispatcher`."""
+        """See :class:`hf_fsdpturbo.dispatch.dispatcher.Dispatcher`."""
         # Before the plan, whose host sync empties the device's queue: every host microsecond after it is an idle one.
         plain = self.plain_weights(hidden_states, get_ops(hidden_states.device.type), experts)
         (plan,) = self.plan([top_k_index])

@@ -1,6 +1,7 @@
-"""MC2: Ascend A3's all-to-all-v fused with the grouped matmul, both ways. Written from the operators' schemas and
-their
-published limits; checked against a stand-in that computes what they compute; never run on the hardware.
+"""MC2: Ascend A3's all-to-all-v fused with the grouped matmul, both ways; never run on the hardware.
+
+Written from the operators' schemas and their published limits; checked against a stand-in that computes what they
+compute.
 
 N = T*K pairs sorted by expert, A rows at the owner sorted by local expert, E / L all / local experts, D hidden, F ffn.
 
@@ -135,7 +136,7 @@ class Mc2Dispatcher(Dispatcher):
         return Mc2Plan(torch.argsort(expert_N, stable=True), out_counts, in_counts, ends_L)
 
     def check_call(self, top_k: int, dtype: torch.dtype, experts: LocalExperts) -> None:
-        """See :class:`hf_fsdpturbo.dispatch.Dispatcher`.
+        """See :class:`hf_fsdpturbo.dispatch.dispatcher.Dispatcher`.
 
         Raises:
             ValueError: the experts are not a plain SwiGLU, or top-k or dtype is out of the operators' range.
@@ -149,7 +150,7 @@ class Mc2Dispatcher(Dispatcher):
     def __call__(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
     ) -> Tensor:
-        """See :class:`hf_fsdpturbo.dispatch.Dispatcher`; raises what :meth:`check_call` does."""
+        """See :class:`hf_fsdpturbo.dispatch.dispatcher.Dispatcher`; raises what :meth:`check_call` does."""
         top_k = top_k_index.shape[1]
         self.check_call(top_k, hidden_states.dtype, experts)
         assert self.group is not None

@@ -1,7 +1,7 @@
 """Permute, unpermute and weighted SwiGLU with gradients, one autograd function each.
 
 For experts that need their own forward; plain SwiGLU experts run ``expert_mlp.py``, which keeps less. Letters as in
-``ops/__init__.py``.
+``ops/table.py``.
 """
 
 from __future__ import annotations
