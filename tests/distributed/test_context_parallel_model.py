@@ -149,7 +149,7 @@ def batches_of(names=None):
 
 def run_cut(kind, config, cp_size, fault=None, names=None):
     """Rank function: batches through the cut model; gradients as FSDP leaves them (mean over all ranks)."""
-    from hf_fsdpturbo.context_parallel import install
+    from hf_fsdpturbo.context_parallel.install import install
 
     init_gloo()
     mesh = init_device_mesh("cpu", (dist.get_world_size() // cp_size, cp_size), mesh_dim_names=("dp_shard", "cp"))
@@ -292,7 +292,7 @@ def saved_bytes(kind, config, cp_size):
     model = make_model(kind, config)
     use_kernels(model)
     if cp_size > 1:
-        from hf_fsdpturbo.context_parallel import install
+        from hf_fsdpturbo.context_parallel.install import install
 
         init_gloo()
         install(model, init_device_mesh("cpu", (cp_size,), mesh_dim_names=("cp",)))
@@ -324,7 +324,7 @@ def hidden_states(kind, cp_size):
     """Rank function: every layer's hidden states and router logits."""
     model = make_model(kind, {})
     if cp_size > 1:
-        from hf_fsdpturbo.context_parallel import install
+        from hf_fsdpturbo.context_parallel.install import install
 
         init_gloo()
         install(model, init_device_mesh("cpu", (cp_size,), mesh_dim_names=("cp",)))
@@ -344,7 +344,7 @@ def test_everything_recorded_comes_back_whole():
 
 def refusals():
     """Rank function: what is refused at the first forward, with its message."""
-    from hf_fsdpturbo.context_parallel import install
+    from hf_fsdpturbo.context_parallel.install import install
 
     init_gloo()
     model = make_model("qwen3_moe", {})
