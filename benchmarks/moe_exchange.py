@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/moe_exchange.py
 
 Numbers first (fresh random routing with empty experts, `--check-tokens` a rank), then times on `--tokens` a rank. On
-CPU
-(gloo, float32, `--tiny`) the numbers mean what they say and the times nothing.
+CPU (gloo, float32, `--tiny`) the numbers mean what they say and the times nothing.
 """
 
 import argparse
@@ -16,32 +15,28 @@ import torch.distributed as dist
 
 from benchmarks.moe_block import DEVICE, ON_GPU, Experts, median_ms
 from hf_fsdpturbo.dispatch.dispatcher import get_dispatcher
-from hf_fsdpturbo.dispatch.domino import DominoDispatcher
 
 
 class LocalExperts(Experts):
     """This rank's block; the module's own forward is a loop, as eager needs one."""
 
     def forward_rows(self, rows_SD, local_expert_S, weight_S):
-        from hf_fsdpturbo.ops.functional import grouped_matmul
-        from hf_fsdpturbo.ops.table import get_ops
+        from hf_fsdpturbo.compat import grouped_mm
 
-        gate_up, down = self.pair
-        ops = get_ops(rows_SD.device.type)
+        gate_up, down = (weights.transpose(1, 2) for weights in self.pair)
+        multiply = grouped_mm()
         order = torch.argsort(local_expert_S, stable=True)
         counts = torch.zeros(self.num_local_experts, dtype=torch.long, device=rows_SD.device)
         counts.scatter_add_(0, local_expert_S, torch.ones_like(local_expert_S))
         ends = counts.cumsum(0).int()
-        gate, up = grouped_matmul(rows_SD[order], gate_up, ends, ops).chunk(2, -1)
-        out = grouped_matmul((torch.nn.functional.silu(gate) * up).contiguous(), down, ends, ops)
+        gate, up = multiply(rows_SD[order], gate_up, offs=ends).chunk(2, -1)
+        out = multiply((torch.nn.functional.silu(gate) * up).contiguous(), down, offs=ends)
         out = torch.empty_like(rows_SD).index_copy(0, order, out)
         return out if weight_S is None else out * weight_S.unsqueeze(-1)
 
 
 def dispatchers(group, experts):
-    table = {name: get_dispatcher(name)(group, experts) for name in ("eager", "fused", "domino")}
-    table["domino over eager"] = DominoDispatcher(group, experts, exchange="eager")
-    return table
+    return {name: get_dispatcher(name)(group, experts) for name in ("eager", "fused", "domino")}
 
 
 def draw(tokens, top_k, experts, hidden, ffn, rank, dtype):

@@ -1,4 +1,4 @@
-"""The command line: `hf-fsdpturbo doctor [--json]` and `hf-fsdpturbo export ...`."""
+"""The command line: ``hf-fsdpturbo doctor [--json]`` and ``hf-fsdpturbo export ...``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; returns the exit code. `export` has a parser of its own and takes the rest of the line."""
+    """Run one sub-command and return the exit code; ``export`` parses the rest of the line itself."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["export"]:
         code = importlib.import_module("hf_fsdpturbo.export").main(arguments[1:])

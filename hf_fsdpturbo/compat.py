@@ -125,11 +125,6 @@ def has_force_sum_reduction() -> bool:
     return torch_release() >= (2, 8)
 
 
-def has_unused_param_reduction() -> bool:
-    """Whether FSDPModule has ``set_reduce_scatter_unused_params``, which image batches need. Goes at floor 2.13."""
-    return torch_release() >= (2, 13)
-
-
 def has_mesh_concatenate() -> bool:
     """Whether DeviceMesh has ``_concatenate``; the mesh for edp > 1 with cp > 1 needs it. Goes at floor 2.10."""
     return torch_release() >= (2, 10)

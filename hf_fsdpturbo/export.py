@@ -1,4 +1,4 @@
-"""`hf-fsdpturbo export CHECKPOINT OUT`: a Hub checkpoint from a sharded one, on one machine, without a GPU.
+"""``hf-fsdpturbo export CHECKPOINT OUT``: a Hub checkpoint from a sharded one, on one machine, without a GPU.
 
 The model is built on meta, for its names only; one tensor after another is read from the shards and written.
 """

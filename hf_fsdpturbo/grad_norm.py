@@ -120,17 +120,13 @@ def _scale(gradients: list[list[Tensor]], coefficient: Tensor) -> None:
         get_ops(device.type if device.type in OPS else "cpu").scale_(tensors, coefficient.to(device))
 
 
-def group_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
-    """Global norm of the gradients of each kind of parameter (``dense``, ``expert``, ``replicated``) and in ``total``.
-
-    Float32 scalars, equal on all ranks. Collective over all ranks. A gradient that is None counts as zero.
-    """
-    groups = parameter_groups(model)
-    return _norms(groups, [_local_gradients(group) for group in groups], _check_norm_type(norm_type))
-
-
 def clip_groups_(groups: list[ParameterGroup], max_norm: float, norm_type: float = 2.0) -> dict[str, Tensor]:
-    """:func:`clip_grad_norm_` on groups made once; returns what :func:`group_norms` does, of before clipping."""
+    """:func:`clip_grad_norm_` on groups made once. Collective over all ranks.
+
+    Returns:
+        Global norm, before clipping, of the gradients of each kind of parameter (``dense``, ``expert``,
+        ``replicated``) and in ``total``: float32 scalars, equal on all ranks. A gradient that is None counts as zero.
+    """
     gradients = [_local_gradients(group) for group in groups]
     norms = _norms(groups, gradients, _check_norm_type(norm_type))
     if not math.isinf(max_norm):

@@ -1,7 +1,7 @@
-"""The private parameter groups (`dist_config`, `kernel_config`, `init_config`): strict dataclasses and their parsing.
+"""The private parameter groups, ``dist_config``, ``kernel_config``, ``init_config``: strict dataclasses and parsing.
 
-What the user wrote arrives here as a mapping (`mappings.py`) and leaves as one of three dataclasses whose every field
-has been checked. An unknown key, a misplaced key or a wrong type is an error.
+What the user wrote arrives here as a mapping (``mappings.py``) and leaves as one of three dataclasses whose every
+field has been checked. An unknown key, a misplaced key or a wrong type is an error.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def check_type(name: str, value: Any, kind: Any) -> None:
 
 @dataclass
 class FSDPTurboParams:
-    """`dist_config`: how experts and layers are sharded. Nothing but these fields is accepted.
+    """``dist_config``: how experts and layers are sharded. Nothing but these fields is accepted.
 
     Raises:
         ValueError: a field has the wrong type or a value outside its set; the message names field, value and rule.
@@ -117,7 +117,7 @@ class FSDPTurboParams:
 
 @dataclass
 class KernelParams:
-    """`kernel_config`, parsed.
+    """``kernel_config``, parsed.
 
     Attributes:
         name: kernel sets in the order in which they are applied, each of :data:`KERNEL_NAMES`.
@@ -166,7 +166,7 @@ class KernelParams:
 
 @dataclass
 class InitParams:
-    """`init_config`: who reads the weights.
+    """``init_config``: who reads the weights.
 
     init_on_meta: each rank its own slices; init_on_rank0: rank 0, which scatters; init_on_default: every rank, all.
     """
@@ -206,7 +206,7 @@ def _check_names(name: str, values: list[str], valid: tuple[str, ...]) -> None:
 
 
 def check_dist_keys(config: Mapping[str, Any]) -> None:
-    """Raise ``Unknown params ...`` for keys of a `dist_config` mapping that :class:`FSDPTurboParams` does not have."""
+    """Raise ``Unknown params ...`` for keys of a ``dist_config`` mapping that :class:`FSDPTurboParams` lacks."""
     valid = [f.name for f in dataclasses.fields(FSDPTurboParams)]
     unknown = [key for key in config if key not in valid]
     if unknown:

@@ -3,12 +3,12 @@
 Settings are merged one by one: each public field by its name, each key of ``dist_config`` as ``dist_config.<key>``
 (``ep_size`` and ``ep_dispatcher`` are short for two of them); ``kernel_config`` and ``init_config`` go as a whole.
 
-Note [what counts as given in Python]: every value but the default object itself (`defaults.py`), so `cp_size=1` in
+Note [what counts as given in Python]: every value but the default object itself (``defaults.py``), so ``cp_size=1`` in
 Python, on the command line or in a TRL recipe beats the YAML's 2. What counts as left out: None, which therefore
-cannot switch off a `dp_size`, `mp_shard_size` or `kernel_config` of the environment or the YAML; and the field's
-default object taken from the class (`cp_size=Arguments.cp_size`). `cp_mode` has one value, so nothing is told apart.
-A value equal to what the next source below says is put down to that source. This keeps the record right when
-arguments are copied (`dataclasses.replace`, JSON), as a copy passes every value again: none of them becomes "given".
+cannot switch off a ``dp_size``, ``mp_shard_size`` or ``kernel_config`` of the environment or the YAML; and the field's
+default object taken from the class (``cp_size=Arguments.cp_size``). ``cp_mode`` has one value, so nothing is told
+apart. A value equal to what the next source below says is put down to that source. This keeps the record right when
+arguments are copied (``dataclasses.replace``, JSON), as a copy passes every value again: none of them becomes "given".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`FSDPTurboTrainingArguments`: our fields on plain `transformers.TrainingArguments`."""
+"""``FSDPTurboTrainingArguments``: our fields on plain ``transformers.TrainingArguments``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`FSDPTurboArguments`: the fields that hf_fsdpturbo adds to any TrainingArguments, mixed in before it."""
+"""``FSDPTurboArguments``: the fields that hf_fsdpturbo adds to any TrainingArguments, mixed in before it."""
 
 from __future__ import annotations
 

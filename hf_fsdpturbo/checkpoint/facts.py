@@ -1,4 +1,4 @@
-"""`topology.json`: what wrote a checkpoint, and the checks that a resuming run belongs to it."""
+"""``topology.json``: what wrote a checkpoint, and the checks that a resuming run belongs to it."""
 
 from __future__ import annotations
 

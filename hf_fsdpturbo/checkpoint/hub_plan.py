@@ -1,13 +1,13 @@
 """What a Hub export will write, known before a byte is written: names, shapes, who writes what, and in which file.
 
-Names come from Transformers itself (`revert_weight_conversion`), asked on tensors without memory.
+Names come from Transformers itself (``revert_weight_conversion``), asked on tensors without memory.
 Shapes: E experts of a module.
 
-Note [How names are found]
-Transformers numbers experts from 0 in whatever stack it is given, so a rank's own stack would get the names of the
-first experts. So a stack is shown whole, filled with its expert ids and expanded (no memory): each output then holds
-the id of its expert. Experts are converted one at a time, and their outputs take the names of their own id, in order.
-Outputs that still hold all ids are stacked formats (gpt_oss) and are written as they are.
+Note [how names are found]: Transformers numbers experts from 0 in whatever stack it is given, so a rank's own stack
+would get the names of the first experts. So a stack is shown whole, filled with its expert ids and expanded (no
+memory): each output then holds the id of its expert. Experts are converted one at a time, and their outputs take the
+names of their own id, in order. Outputs that still hold all ids are stacked formats (gpt_oss) and are written as they
+are.
 """
 
 from __future__ import annotations

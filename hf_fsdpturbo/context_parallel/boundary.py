@@ -165,12 +165,6 @@ def _join_layers(layers: tuple[Tensor, ...], plan: SequencePlan, length: int) ->
     )
 
 
-def install_boundary(module: nn.Module, group: ProcessGroup, least_slice: int) -> Callable[[], None]:
-    """Put :class:`CutForward` round a base model's forward; returns the undo."""
+def install_boundary(module: nn.Module, group: ProcessGroup, least_slice: int) -> None:
+    """Put :class:`CutForward` round a base model's forward."""
     module.forward = CutForward(module, module.forward, group, least_slice)  # type: ignore[assignment]
-
-    def undo() -> None:
-        if isinstance(module.__dict__.get("forward"), CutForward):
-            del module.forward
-
-    return undo

@@ -103,7 +103,7 @@ def conv_reach(model: nn.Module) -> int:
     return max(widths, default=0)
 
 
-def install_linear_attention(model: nn.Module, size: int) -> Callable[[], None]:
-    """Wrap the rule and convolution in use (those of ``kernels`` are bound before); returns the undo."""
+def install_linear_attention(model: nn.Module, size: int) -> None:
+    """Wrap the rule and convolution in use (those of ``kernels`` are bound before), as long as ``model`` lives."""
     rule, conv = current_rule(model), current_conv(model)
-    return rebind(model, rule=with_whole_heads(rule), conv=with_halo(conv), layer="context_parallel", key=("cp", size))
+    rebind(model, rule=with_whole_heads(rule), conv=with_halo(conv), layer="context_parallel", key=("cp", size))

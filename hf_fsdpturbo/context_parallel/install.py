@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,16 +15,13 @@ from hf_fsdpturbo.kernels.rebinding import linear_attention_layers
 from hf_fsdpturbo.packing.text_models import text_models
 
 
-def install(model: Any, cp_mesh: DeviceMesh) -> Callable[[], None]:
+def install(model: Any, cp_mesh: DeviceMesh) -> None:
     """Make a model context-parallel over ``cp_mesh``, in place; call it before sharding and after kernels are bound.
 
     Args:
         model: Transformers model, on meta or any device. Its ``attn_implementation`` decides the kernel that runs on
             whole heads.
         cp_mesh: one axis, cp ranks that share a batch.
-
-    Returns:
-        A function that takes everything out again.
 
     Raises:
         ValueError: see :func:`check_model`.
@@ -36,15 +32,7 @@ def install(model: Any, cp_mesh: DeviceMesh) -> Callable[[], None]:
     config: Any = base.config
     requested = requested_attention(config)
     register_attention()
-    previous = config._attn_implementation
     config._attn_implementation = KERNELS[requested].key
-    undos = [lambda: setattr(config, "_attn_implementation", previous)]
     if any(True for _ in linear_attention_layers(model)):
-        undos.append(install_linear_attention(model, size))
-    undos.append(install_boundary(base, cp_mesh.get_group(), least_slice=max(conv_reach(model), 1)))
-
-    def undo() -> None:
-        for step in reversed(undos):
-            step()
-
-    return undo
+        install_linear_attention(model, size)
+    install_boundary(base, cp_mesh.get_group(), least_slice=max(conv_reach(model), 1))

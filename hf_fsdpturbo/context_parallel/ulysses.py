@@ -99,8 +99,11 @@ def ulysses_attention(name: str) -> Callable[..., tuple[Tensor, None]]:
 
 
 def register_attention() -> None:
-    """Put every kernel's exchange into Transformers' registry; again is harmless. No mask function goes with them:
-    Transformers then builds no mask of the slice and looks for no packed documents in it."""
+    """Put every kernel's exchange into Transformers' registry; again is harmless.
+
+    No mask function goes with them: Transformers then builds no mask of the slice and looks for no packed documents
+    in it.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name, kernel in KERNELS.items():

@@ -1,10 +1,8 @@
-"""auto: time the usable dispatchers on the first training step's own tokens and keep the fastest; all ranks agree on
-it.
+"""auto: time the usable dispatchers on the first training step's own tokens and keep the fastest, on all ranks alike.
 
 The first MoE layer that runs with gradients decides for all layers alike: on its real rows, routing and weights it
-runs
-forward and backward with every candidate, before anything of the step is kept. Rounds go through all candidates in
-turn, so that a slow moment hits them alike; a candidate's time is its median, on the slowest rank of the world.
+runs forward and backward with every candidate, before anything of the step is kept. Rounds go through all candidates
+in turn, so that a slow moment hits them alike; a candidate's time is its median, on the slowest rank of the world.
 
 T tokens, K top-k, D hidden.
 """
@@ -23,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, ReceivedRows, get_dispatcher
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, get_dispatcher
 from hf_fsdpturbo.dispatch.recompute import no_tape
 
 logger = logging.getLogger(__name__)
@@ -131,7 +129,7 @@ class AutoDispatcher(Dispatcher):
     def __call__(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
     ) -> Tensor:
-        """See :class:`hf_fsdpturbo.dispatch.Dispatcher`."""
+        """See :class:`hf_fsdpturbo.dispatch.dispatcher.Dispatcher`."""
         if self.chosen is None and torch.is_grad_enabled():
             self.chosen = self._decide(hidden_states, top_k_index, top_k_weights, experts)
         return self._current(hidden_states, top_k_index, top_k_weights, experts)
@@ -168,11 +166,3 @@ class AutoDispatcher(Dispatcher):
             except ValueError as error:
                 self.reasons[name] = str(error)
                 del self.candidates[name]
-
-    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[ReceivedRows, Any]:
-        """The current choice's."""
-        return self._current.dispatch(hidden_states, top_k_index, top_k_weights)
-
-    def combine(self, expert_output: Tensor, record: Any) -> Tensor:
-        """The current choice's."""
-        return self._current.combine(expert_output, record)

@@ -1,15 +1,13 @@
-"""What a dispatcher is: two methods and a frozen record between them, and the table of those that exist.
+"""What a dispatcher is: one call, and the table of those that exist.
 
-T tokens, K top-k, S (token, expert) pairs that reached this rank, R rows that reached it, D hidden, F ffn, L local
-experts.
+T tokens, K top-k, S (token, expert) pairs that reached this rank, D hidden, F ffn, L local experts.
 """
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,20 +29,6 @@ class LocalExperts(Protocol):
 
         Every weight takes part in the graph even when S is 0, so that gradient reductions stay collective.
         """
-
-
-@dataclass(frozen=True)
-class ReceivedRows:
-    """Rows for this rank's experts; pair s takes row ``pair_row[s]`` to ``pair_expert[s]``, times ``pair_weight[s]``.
-
-    ``pair_row`` None means one pair a row, in order; ``pair_weight`` None means weight 1 (applied where the token
-    lives).
-    """
-
-    rows_RD: Tensor
-    pair_expert_S: Tensor
-    pair_row_S: Tensor | None = None
-    pair_weight_S: Tensor | None = None
 
 
 class Dispatcher(ABC):
@@ -69,27 +53,23 @@ class Dispatcher(ABC):
         return
 
     @abstractmethod
-    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[ReceivedRows, Any]:
-        """Send ``hidden_states [T, D]`` to the owners of ``top_k_index [T, K]``: rows, and a record to combine."""
-
-    @abstractmethod
-    def combine(self, expert_output: Tensor, record: Any) -> Tensor:
-        """Bring ``expert_output [R, D]`` back and sum it into ``[T, D]``."""
-
-    def run(self, received: ReceivedRows, experts: LocalExperts) -> Tensor:
-        """Local experts on the received rows: ``[R, D]``."""
-        if received.pair_row_S is None:
-            return experts.forward_rows(received.rows_RD, received.pair_expert_S, received.pair_weight_S)
-        pairs_SD = received.rows_RD.index_select(0, received.pair_row_S)
-        output_SD = experts.forward_rows(pairs_SD, received.pair_expert_S, received.pair_weight_S)
-        return torch.zeros_like(received.rows_RD).index_add(0, received.pair_row_S, output_SD)
-
     def __call__(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
     ) -> Tensor:
-        """``hidden_states [T, D], top_k_index [T, K], top_k_weights [T, K]`` -> ``[T, D]`` in the first's dtype."""
-        received, record = self.dispatch(hidden_states, top_k_index, top_k_weights)
-        return self.combine(self.run(received, experts), record)
+        """Each token's experts on it, times their routing weights, summed: ``[T, D]`` in ``hidden_states``' dtype.
+
+        Gradients reach ``hidden_states``, ``top_k_weights`` and the experts' parameters on every rank, where no token
+        arrived too.
+
+        Args:
+            hidden_states: ``[T, D]``, this rank's tokens; T may be 0 and differ between ranks.
+            top_k_index: ``[T, K]``, the experts of each token, numbered over the group.
+            top_k_weights: ``[T, K]``, their routing weights.
+            experts: those that live on this rank.
+
+        Raises:
+            ValueError: what :meth:`check_call` refuses, where this dispatcher refuses anything.
+        """
 
 
 # Dispatcher name -> "module:class". Names are checked against arguments.DISPATCHER_NAMES by a test; "auto" times the

@@ -1,66 +1,27 @@
 """Domino: two slices of tokens, so that one slice travels while the other's experts compute, forward and backward.
 
-T tokens, R rows, D hidden. `->` is an exchange on the side stream, `[ ]` computes on the current one:
+T tokens, R rows, D hidden. ``->`` is an exchange on the side stream, ``[ ]`` computes on the current one:
 
     forward   pack0 ->0 pack1 ->1   [experts0]  ->0   [experts1]  ->1   sum0 sum1
     backward  grad1 ->1 grad0 ->0   [experts1]  ->1   [experts0]  ->0   grads of pack1, pack0
 
 Each exchange is a pair of autograd functions, start and wait. In backward they swap roles: wait's backward starts the
 reverse exchange, start's backward waits for it. Autograd runs nodes in reverse order of creation, which mirrors the
-schedule above. Either exchange runs underneath: the fused one (one row a rank) or eager's (one row a pair).
+schedule above. The rows are those of fused, one a rank.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, ReceivedRows
-from hf_fsdpturbo.dispatch.eager import EagerDispatcher, EagerRecord
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts
 from hf_fsdpturbo.dispatch.flight import Flight
 from hf_fsdpturbo.dispatch.fused import FusedDispatcher
-
-
-class ExchangeSteps(Protocol):
-    """A dispatcher taken apart: what runs before, between and after its two exchanges."""
-
-    def plan(self, index_slices: list[Tensor]) -> list[Any]:
-        """Plans with ``send_splits`` and ``receive_splits``, complete once :meth:`pack` has run."""
-
-    def pack(self, hidden_TD: Tensor, weights_TK: Tensor, plan: Any) -> tuple[Tensor, Any]:
-        """Rows to send by destination, and their layout."""
-
-    def experts_on(self, rows: Tensor, layout: Any, plan: Any, experts: LocalExperts, flight: Flight) -> Tensor:
-        """Local experts on received rows, which came by ``flight``; one row back for each."""
-
-    def finish(self, returned: Tensor, weights_TK: Tensor, plan: Any) -> Tensor:
-        """``[T, D]`` from the rows that came back."""
-
-
-class EagerSteps:
-    """Eager's exchange in pieces: one row a pair, weights at home. Each slice is counted on its own."""
-
-    def __init__(self, group: ProcessGroup | None, num_experts: int) -> None:
-        self._eager = EagerDispatcher(group, num_experts)
-
-    def plan(self, index_slices: list[Tensor]) -> list[Any]:
-        """See :class:`ExchangeSteps`."""
-        return [self._eager.plan(index_TK) for index_TK in index_slices]
-
-    def pack(self, hidden_TD: Tensor, weights_TK: Tensor, plan: Any) -> tuple[Tensor, Any]:
-        """See :class:`ExchangeSteps`."""
-        return hidden_TD.index_select(0, plan.order_N // weights_TK.shape[1]), None
-
-    def experts_on(self, rows: Tensor, layout: Any, plan: Any, experts: LocalExperts, flight: Flight) -> Tensor:
-        """See :class:`ExchangeSteps`."""
-        return self._eager.run(ReceivedRows(rows, plan.local_expert_R), experts)
-
-    def finish(self, returned: Tensor, weights_TK: Tensor, plan: Any) -> Tensor:
-        """See :class:`ExchangeSteps`."""
-        return self._eager.weigh_and_sum(returned, EagerRecord(plan, weights_TK, returned.dtype))
+from hf_fsdpturbo.dispatch.packed_rows import sum_rows
 
 
 class _Start(torch.autograd.Function):
@@ -84,45 +45,40 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # What this returns has the shape autograd expects and is ignored: `_Start.backward` takes the exchanged rows,
-        # of another number, from the flight.
+        # What this returns has the shape autograd expects and is ignored: ``_Start.backward`` takes the exchanged
+        # rows, of another number, from the flight.
         ctx.flight.leave(gradients[0])
         return gradients[0], None
 
 
 class DominoDispatcher(Dispatcher):
-    """Two slices over ``exchange`` ("fused" or "eager"). A group of one has nothing to overlap and runs fused
-    whole."""
+    """Two slices over the steps of fused. A group of one has nothing to overlap and runs fused whole."""
 
-    def __init__(self, group: ProcessGroup | None, num_experts: int, exchange: str = "fused") -> None:
+    def __init__(self, group: ProcessGroup | None, num_experts: int) -> None:
         super().__init__(group, num_experts)
         self._fused = FusedDispatcher(group, num_experts)
-        steps: dict[str, ExchangeSteps] = {"fused": self._fused, "eager": EagerSteps(group, num_experts)}
-        if exchange not in steps:
-            raise ValueError(f"domino: exchange={exchange!r} is unknown. Choose one of {sorted(steps)}.")
-        self.steps = steps[exchange]
 
     def __call__(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
     ) -> Tensor:
-        """See :class:`hf_fsdpturbo.dispatch.Dispatcher`. The first slice takes the odd token."""
+        """See :class:`hf_fsdpturbo.dispatch.dispatcher.Dispatcher`. The first slice takes the odd token."""
         if self.group is None or self.group_size == 1:
             return self._fused(hidden_states, top_k_index, top_k_weights, experts)
         half = (hidden_states.shape[0] + 1) // 2
         sizes = [half, hidden_states.shape[0] - half]
         weights = top_k_weights.split(sizes)
-        plans = self.steps.plan(list(top_k_index.split(sizes)))
+        plans = self._fused.plan(list(top_k_index.split(sizes)))
         arriving = []
         for hidden_TD, weights_TK, plan in zip(hidden_states.split(sizes), weights, plans, strict=True):
-            rows, layout = self.steps.pack(hidden_TD, weights_TK, plan)
+            rows, layout = self._fused.pack(hidden_TD, weights_TK, plan)
             arriving.append((*self._start(rows, plan.receive_splits, plan.send_splits), layout))
         returning = []
         for (rows, flight, layout), plan in zip(arriving, plans, strict=True):
-            output = self.steps.experts_on(_Wait.apply(rows, flight), layout, plan, experts, flight)
+            output = self._fused.experts_on(_Wait.apply(rows, flight), layout, plan, experts, flight)
             returning.append(self._start(output, plan.send_splits, plan.receive_splits))
         outputs = [
-            self.steps.finish(_Wait.apply(rows, flight), weights_TK, plan)
-            for (rows, flight), weights_TK, plan in zip(returning, weights, plans, strict=True)
+            sum_rows(_Wait.apply(rows, flight), plan)
+            for (rows, flight), plan in zip(returning, plans, strict=True)
         ]
         return torch.cat(outputs).to(hidden_states.dtype)
 
@@ -130,11 +86,3 @@ class DominoDispatcher(Dispatcher):
         assert self.group is not None
         flight = Flight(output_splits, input_splits, self.group)
         return _Start.apply(rows, flight), flight
-
-    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[ReceivedRows, Any]:
-        """The exchange alone has no schedule to overlap: fused's."""
-        return self._fused.dispatch(hidden_states, top_k_index, top_k_weights)
-
-    def combine(self, expert_output: Tensor, record: Any) -> Tensor:
-        """See :meth:`dispatch`."""
-        return self._fused.combine(expert_output, record)

@@ -18,29 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, ReceivedRows
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts
 from hf_fsdpturbo.dispatch.recompute import record_or_replay
 from hf_fsdpturbo.dispatch.row_exchange import all_to_all_rows
 
 
 @dataclass(frozen=True)
 class EagerPlan:
-    """Where rows go: no gradient, no floating point. ``send_splits``/``receive_splits`` are rows per rank of the
-    group."""
+    """Where rows go: no gradient, no floating point. Both splits are rows per rank of the group."""
 
     order_N: Tensor
     send_splits: list[int]
     receive_splits: list[int]
     local_expert_R: Tensor
-
-
-@dataclass(frozen=True)
-class EagerRecord:
-    """What :meth:`EagerDispatcher.combine` needs of the forward."""
-
-    plan: EagerPlan
-    top_k_weights: Tensor
-    dtype: torch.dtype
 
 
 class EagerDispatcher(Dispatcher):
@@ -69,30 +59,33 @@ class EagerDispatcher(Dispatcher):
         local_expert_R = local.repeat_interleave(received.reshape(-1), output_size=sum(receive_splits))
         return EagerPlan(order_N, send_splits, receive_splits, local_expert_R)
 
-    def dispatch(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> tuple[ReceivedRows, EagerRecord]:
-        """One row per (token, expert) pair, weights stay at home."""
+    def __call__(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
+    ) -> Tensor:
+        """See :class:`hf_fsdpturbo.dispatch.dispatcher.Dispatcher`: one row a pair travels, its weight stays home."""
         plan = self.plan(top_k_index)
         rows_ND = hidden_states.index_select(0, plan.order_N // top_k_index.shape[1])
-        if self.group is not None and self.group_size > 1:
-            rows_ND = all_to_all_rows(rows_ND, plan.receive_splits, plan.send_splits, self.group)
-        record = EagerRecord(plan, top_k_weights, hidden_states.dtype)
-        return ReceivedRows(rows_ND, plan.local_expert_R), record
+        rows_RD = self._exchange(rows_ND, plan.receive_splits, plan.send_splits)
+        output_RD = experts.forward_rows(rows_RD, plan.local_expert_R, None)
+        output_ND = self._exchange(output_RD, plan.send_splits, plan.receive_splits)
+        return weigh_and_sum(output_ND, plan.order_N, top_k_weights, hidden_states.dtype)
 
-    def combine(self, expert_output: Tensor, record: EagerRecord) -> Tensor:
-        """Exchange back, undo the sort, weigh and sum over K."""
-        plan = record.plan
-        if self.group is not None and self.group_size > 1:
-            expert_output = all_to_all_rows(expert_output, plan.send_splits, plan.receive_splits, self.group)
-        return self.weigh_and_sum(expert_output, record)
+    def _exchange(self, rows: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
+        if self.group is None or self.group_size == 1:
+            return rows
+        return all_to_all_rows(rows, output_splits, input_splits, self.group)
 
-    def weigh_and_sum(self, expert_output: Tensor, record: EagerRecord) -> Tensor:
-        """``expert_output [N, D]``, back home in the plan's order -> ``[T, D]``."""
-        plan = record.plan
-        position_N = torch.empty_like(plan.order_N)
-        position_N[plan.order_N] = torch.arange(plan.order_N.numel(), device=plan.order_N.device)
-        output_TKD = expert_output.index_select(0, position_N).view(
-            *record.top_k_weights.shape, expert_output.shape[-1]
-        )
-        return (output_TKD * record.top_k_weights.unsqueeze(-1)).sum(1).to(record.dtype)
+
+def weigh_and_sum(output_ND: Tensor, order_N: Tensor, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo the sort, weigh and sum over K: pairs that came home, sorted by expert, to ``[T, D]`` in ``dtype``.
+
+    Args:
+        output_ND: the experts' output, one row a pair.
+        order_N: which pair each row is.
+        top_k_weights: ``[T, K]``.
+        dtype: of the result.
+    """
+    position_N = torch.empty_like(order_N)
+    position_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
+    output_TKD = output_ND.index_select(0, position_N).view(*top_k_weights.shape, output_ND.shape[-1])
+    return (output_TKD * top_k_weights.unsqueeze(-1)).sum(1).to(dtype)

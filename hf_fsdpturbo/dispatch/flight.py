@@ -1,8 +1,7 @@
 """One exchange of rows and its reverse in backward, which may leave before autograd asks for it.
 
 Expert blocks know their rows' gradient before they have computed their weights' gradients: they let the rows leave on
-the
-side stream first, and the exchange is over when autograd gets to it. R rows, W elements a row.
+the side stream first, and the exchange is over when autograd gets to it. R rows, W elements a row.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The fused dispatcher: a token travels once to a rank, with its slots and weights; copies and sums happen at the
-owner.
+"""The fused dispatcher: a token travels once to a rank, with its slots and weights; the owner copies and sums.
 
 T tokens, K top-k, R received rows, S slots, E / L all / local experts, D hidden. Eight ranks, K = 8, token t with
-experts
-on ranks 0, 0, 0, 2, 2, 5, 5, 7:
+experts on ranks 0, 0, 0, 2, 2, 5, 5, 7:
 
     rank r: row t -> one packed row each to ranks 0, 2, 5, 7      eager sends 8 rows, this sends 4
                        counts gather, rows packed meanwhile
@@ -13,21 +11,19 @@ on ranks 0, 0, 0, 2, 2, 5, 5, 7:
     rank r: token t = sum of its 4 rows                   [T, D]
 
 One gather of counts and one host sync a layer, none for a group of one and none in recompute. Experts that are not
-plain SwiGLU run
-their own forward on the slots, inside the same exchange.
+plain SwiGLU run their own forward on the slots, inside the same exchange.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, ReceivedRows
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts
 from hf_fsdpturbo.dispatch.flight import Flight, send_rows
 from hf_fsdpturbo.dispatch.packed_rows import PackedLayout, pack_rows, packed_expert_mlp, sum_rows, unpack_rows
 from hf_fsdpturbo.dispatch.recompute import record_or_replay
@@ -70,8 +66,16 @@ class FusedDispatcher(Dispatcher):
         flight: Flight,
         plain: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Local experts on received packed rows: ``[R, D]`` to send back; ``plain`` as :meth:`plain_weights` gave
-        it."""
+        """Local experts on received packed rows: ``[R, D]`` to send back.
+
+        Args:
+            packed: rows that came by ``flight``, laid out as ``layout``.
+            layout: of :meth:`pack`.
+            plan: of the slice the rows belong to.
+            experts: of this rank.
+            flight: by which the rows' gradient may leave early.
+            plain: what :meth:`plain_weights` gave, where it was asked before.
+        """
         if plain is None:
             plain = self.plain_weights(packed, plan.ops, experts)
         if plain is not None:
@@ -102,16 +106,12 @@ class FusedDispatcher(Dispatcher):
         output_SD = experts.forward_rows(rows_SD, _slot_experts(slot_map), None)
         return unpermute(output_SD, slot_map, ops, weights_S)
 
-    def finish(self, returned: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
-        """Each token's rows summed, ``[T, D]``; the weights were applied at the owners."""
-        return sum_rows(returned, plan)
-
     # -- the dispatcher ------------------------------------------------------------------------------------------
 
     def __call__(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
     ) -> Tensor:
-        """See :class:`hf_fsdpturbo.dispatch.Dispatcher`."""
+        """See :class:`hf_fsdpturbo.dispatch.dispatcher.Dispatcher`."""
         # Before the plan, whose host sync empties the device's queue: every host microsecond after it is an idle one.
         plain = self.plain_weights(hidden_states, get_ops(hidden_states.device.type), experts)
         (plan,) = self.plan([top_k_index])
@@ -123,32 +123,6 @@ class FusedDispatcher(Dispatcher):
         flight = Flight(plan.receive_splits, plan.send_splits, self.group)
         output_RD = self.experts_on(send_rows(packed, flight), layout, plan, experts, flight, plain)
         return sum_rows(all_to_all_rows(output_RD, plan.send_splits, plan.receive_splits, self.group), plan)
-
-    def dispatch(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> tuple[ReceivedRows, RoutingPlan]:
-        """The exchange alone: rows once a rank, slots beside them."""
-        (plan,) = self.plan([top_k_index])
-        if self.group is None:
-            rows_RD, weights_RK, slot_map = hidden_states, top_k_weights, plan.slot_map()
-        else:
-            packed, layout = self.pack(hidden_states, top_k_weights, plan)
-            packed = all_to_all_rows(packed, plan.receive_splits, plan.send_splits, self.group)
-            slot_map = plan.slot_map(layout.slots(packed.detach()).clone())
-            rows_RD, weights_RK = unpack_rows(packed, layout)
-        row, k = (slot_map.slots_RK >= 0).nonzero(as_tuple=True)
-        order_S = torch.argsort(slot_map.slots_RK[row, k])
-        pair_row_S, pair_k_S = row[order_S], k[order_S]
-        pairs = (_slot_experts(slot_map), pair_row_S, weights_RK[pair_row_S, pair_k_S])
-        return ReceivedRows(rows_RD, *pairs), plan
-
-    def combine(self, expert_output: Tensor, record: Any) -> Tensor:
-        """Rows back to their tokens, and each token's rows summed."""
-        if self.group is None:
-            return expert_output
-        returned = all_to_all_rows(expert_output, record.send_splits, record.receive_splits, self.group)
-        return sum_rows(returned, record)
-
 
 def _slot_experts(slot_map: SlotMap) -> Tensor:
     """Local expert of every slot, ``[S]`` int64."""

@@ -1,6 +1,7 @@
-"""MC2: Ascend A3's all-to-all-v fused with the grouped matmul, both ways. Written from the operators' schemas and
-their
-published limits; checked against a stand-in that computes what they compute; never run on the hardware.
+"""MC2: Ascend A3's all-to-all-v fused with the grouped matmul, both ways; never run on the hardware.
+
+Written from the operators' schemas and their published limits; checked against a stand-in that computes what they
+compute.
 
 N = T*K pairs sorted by expert, A rows at the owner sorted by local expert, E / L all / local experts, D hidden, F ffn.
 
@@ -20,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, ReceivedRows
-from hf_fsdpturbo.dispatch.eager import EagerDispatcher, EagerPlan, EagerRecord
+from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts
+from hf_fsdpturbo.dispatch.eager import weigh_and_sum
 from hf_fsdpturbo.dispatch.recompute import record_or_replay
 from hf_fsdpturbo.ops import npu
 from hf_fsdpturbo.ops.functional import swiglu
@@ -119,7 +120,6 @@ class Mc2Dispatcher(Dispatcher):
         accelerator = torch.accelerator.current_accelerator()
         self._device_type = accelerator.type if accelerator is not None else "cpu"
         check_mc2(self.group_size, num_experts, self._device_type)
-        self._eager = EagerDispatcher(group, num_experts)
 
     def plan(self, top_k_index: Tensor) -> Mc2Plan:
         """Sort and count: one small all-to-all and one host sync, neither in recompute."""
@@ -136,7 +136,7 @@ class Mc2Dispatcher(Dispatcher):
         return Mc2Plan(torch.argsort(expert_N, stable=True), out_counts, in_counts, ends_L)
 
     def check_call(self, top_k: int, dtype: torch.dtype, experts: LocalExperts) -> None:
-        """See :class:`hf_fsdpturbo.dispatch.Dispatcher`.
+        """See :class:`hf_fsdpturbo.dispatch.dispatcher.Dispatcher`.
 
         Raises:
             ValueError: the experts are not a plain SwiGLU, or top-k or dtype is out of the operators' range.
@@ -150,7 +150,7 @@ class Mc2Dispatcher(Dispatcher):
     def __call__(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: LocalExperts
     ) -> Tensor:
-        """See :class:`hf_fsdpturbo.dispatch.Dispatcher`; raises what :meth:`check_call` does."""
+        """See :class:`hf_fsdpturbo.dispatch.dispatcher.Dispatcher`; raises what :meth:`check_call` does."""
         top_k = top_k_index.shape[1]
         self.check_call(top_k, hidden_states.dtype, experts)
         assert self.group is not None
@@ -159,13 +159,4 @@ class Mc2Dispatcher(Dispatcher):
         rows_ND = hidden_states.index_select(0, plan.order_N // top_k)
         active = swiglu(_SendAndMultiply.apply(rows_ND, gate_up, plan, self.group), npu)
         output_ND = _MultiplyAndReturn.apply(active, down, plan, self.group)
-        order = EagerPlan(plan.order_N, [], [], plan.order_N)
-        return self._eager.weigh_and_sum(output_ND, EagerRecord(order, top_k_weights, hidden_states.dtype))
-
-    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[ReceivedRows, Any]:
-        """The exchange cannot be had without its matmul: eager's."""
-        return self._eager.dispatch(hidden_states, top_k_index, top_k_weights)
-
-    def combine(self, expert_output: Tensor, record: Any) -> Tensor:
-        """See :meth:`dispatch`."""
-        return self._eager.combine(expert_output, record)
+        return weigh_and_sum(output_ND, plan.order_N, top_k_weights, hidden_states.dtype)

@@ -1,5 +1,4 @@
-"""Rows that carry their own slots and routing weights: one exchange each way moves a token, its metadata and its
-gradients.
+"""Rows that carry their own slots and routing weights: one exchange each way moves a token and all that is its own.
 
 T tokens, K top-k, R rows, S slots, D hidden. A packed row, in bytes (each part ends on a 64-byte boundary, as 16-byte
 loads and grouped_mm want):
@@ -8,8 +7,7 @@ loads and grouped_mm want):
     backward  [ D elements of its grad  |      -         | K weight gradients ]
 
 The whole is one tensor in the token's dtype whose tail is bits, not numbers: it is copied and exchanged, never
-computed
-with. float64 tokens carry float64 weights.
+computed with. float64 tokens carry float64 weights.
 """
 
 from __future__ import annotations
@@ -128,7 +126,7 @@ class _PackedExpertMLP(torch.autograd.Function):
             plan.ops, layout.rows(packed), layout.weights(packed), slot_map, gate_up, down
         )
         ctx.save_for_backward(packed, hidden_SF, weights_S, gate_up, down)
-        # Not the slot map: its view of `packed` would keep the rows alive through activation checkpointing.
+        # Not the slot map: its view of ``packed`` would keep the rows alive through activation checkpointing.
         ctx.layout, ctx.plan, ctx.flight = layout, plan, flight
         return output_RD
 
@@ -167,8 +165,10 @@ class _SumRows(torch.autograd.Function):
 
 
 def pack_rows(hidden_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan, layout: PackedLayout, ranks: int) -> Tensor:
-    """One packed row per (token, destination rank), by destination: ``[sum(send_splits), layout.width]``. Finishes
-    the plan."""
+    """One packed row per (token, destination rank), by destination: ``[sum(send_splits), layout.width]``.
+
+    Finishes the plan.
+    """
     return _Pack.apply(hidden_TD.contiguous(), weights_TK.contiguous(), plan, layout, ranks)
 
 

@@ -1,16 +1,15 @@
 """Routing tape: activation checkpointing replays the forward's routing decision and plan instead of making them again.
 
 A recompute that routes differently by one near-tie breaks: its splits no longer match the forward's, on some ranks
-only.
-So one tape per checkpointed call (hence per layer and micro-batch) records, in the forward,
+only. So one tape per checkpointed call (hence per layer and micro-batch) records, in the forward,
 
 * the indices of every top-k inside the routers: in recompute values are gathered at the recorded indices, by the same
   differentiable operator in both passes (so that the tensors autograd saved line up);
 * each dispatcher's plan: order, slots, split sizes. Recompute exchanges rows, but counts nothing and syncs no host.
 
 What looks like a shortcut and is wrong: replaying the plan alone (the router's gradient goes to another expert), and
-keeping
-the top-k values of the forward (modules normalise them in place). ``tests/unit/test_recompute.py`` puts both back.
+keeping the top-k values of the forward (modules normalise them in place). ``tests/unit/test_recompute.py`` puts both
+back.
 
 Outside checkpointing there is no tape, and nothing is intercepted.
 """

@@ -2,8 +2,7 @@
 
 T tokens, K top-k, P ranks of the ep axis, E / L all / local experts, X = E + P. Ranks gather each other's counts (X
 integers a rank), which tells everyone its splits and every pair its slot at the owner of its expert. The gather and
-the
-copy to the host run beside the current stream: :meth:`RoutingPlan.finish` waits for the numbers as late as it can.
+the copy to the host run beside the current stream: :meth:`RoutingPlan.finish` waits for the numbers as late as it can.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ class GatheredCounts:
 
 
 class RoutingPlan:
-    """One slice of tokens on its way to the experts, of :func:`plan_slices`; complete after :meth:`place` and
-    :meth:`finish`.
+    """One slice of tokens on its way to the experts; complete after :meth:`place` and :meth:`finish`.
+
+    Made by :func:`plan_slices`.
 
     Attributes:
         routing: this rank's own count; there from the start, as all that packing rows needs.
@@ -60,8 +60,10 @@ class RoutingPlan:
             self.slots_TK, self.offsets_L = ops.slot_pairs(routing, routing.totals_X.unsqueeze(0), 0)
 
     def slot_map(self, slots_RK: Tensor | None = None) -> SlotMap:
-        """The slot map of received rows whose slots are ``slots_RK``; of this rank's own tokens without (a group of
-        one)."""
+        """The slot map of received rows whose slots are ``slots_RK``; without, of this rank's own tokens.
+
+        Rows are a rank's own tokens in a group of one.
+        """
         return SlotMap(self.slots_TK if slots_RK is None else slots_RK, self.offsets_L, self.num_slots)
 
     def place(self) -> None:

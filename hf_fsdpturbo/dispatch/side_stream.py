@@ -1,8 +1,7 @@
 """A communication stream beside the current one: what is sent on it overlaps with what is computed meanwhile.
 
 On CPU there are no streams: the same calls run in place. Tensors that cross streams are recorded on the side stream,
-so
-that the allocator keeps their memory until the side stream has passed them.
+so that the allocator keeps their memory until the side stream has passed them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,6 @@
-"""`hf-fsdpturbo doctor`: is this machine ready? `report.py` asks, `checks.py` judges, `probes.py` runs in children."""
+"""``hf-fsdpturbo doctor``: is this machine ready?
+
+    report.py   asks and prints
+    checks.py   judges
+    probes.py   runs in child processes
+"""

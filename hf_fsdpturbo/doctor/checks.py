@@ -16,7 +16,7 @@ from hf_fsdpturbo.launch_config import variable
 OK, NOTE, WARN, FAIL = "ok", "note", "warn", "FAIL"
 PYTHON_FLOOR = (3, 11)
 TRITON_WRONG_ON_HOPPER = (Version("3.4"), Version("3.7.1"))  # FLA issue 640: first wrong release, first right one
-HUB_KERNELS = Version("0.18.2")  # what Transformers 5.24 wants of `kernels`
+HUB_KERNELS = Version("0.18.2")  # what Transformers 5.24 wants of ``kernels``
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _hopper_triton(torch_report: dict[str, Any], triton: Version | None) -> list
 
 
 def torch_findings(report: dict[str, Any]) -> list[Finding]:
-    """Devices, backends and operators from the torch probe; `error` in it means that torch did not import."""
+    """Devices, backends and operators from the torch probe; ``error`` in it means that torch did not import."""
     if "error" in report:
         fix = "reinstall torch"
         if report.get("without_autoload"):

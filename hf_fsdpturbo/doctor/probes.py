@@ -1,6 +1,6 @@
 """What the doctor looks at inside a child process, where a broken package can crash alone.
 
-A probe prints one JSON object as its last line. `run_probe` starts one with a hard timeout and turns every way of
+A probe prints one JSON object as its last line. ``run_probe`` starts one with a hard timeout and turns every way of
 dying into {"error": ...}.
 """
 
@@ -32,7 +32,7 @@ def start_probe(name: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def finish_probe(process: subprocess.Popen[str], timeout: float) -> dict[str, Any]:
-    """Its JSON, or {"error": one line}: an exception, a signal, no answer in `timeout` seconds."""
+    """Its JSON, or {"error": one line}: an exception, a signal, no answer in ``timeout`` seconds."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -72,7 +72,7 @@ def _accelerator() -> str:
 
 
 def probe_import() -> dict[str, Any]:
-    """Only `import torch`."""
+    """Only ``import torch``."""
     importlib.import_module("torch")
     return {}
 
@@ -163,6 +163,6 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Entry of the child: `NAME [ARGUMENTS]`."""
+    """Entry of the child: ``NAME [ARGUMENTS]``."""
     name, *arguments = sys.argv[1:]
     print(json.dumps(PROBES[name](*arguments)), flush=True)

@@ -1,7 +1,7 @@
-"""`hf-fsdpturbo doctor`: is this machine ready? Versions, known-bad pairs, devices, operators, a two-rank exchange.
+"""``hf-fsdpturbo doctor``: is this machine ready? Versions, known-bad pairs, devices, operators, a two-rank exchange.
 
-It never imports torch itself (a torch-npu without CANN makes `import torch` fail): whatever can break is looked at in
-child processes with hard timeouts. Exit code 0 when nothing failed, 1 otherwise.
+It never imports torch itself (a torch-npu without CANN makes ``import torch`` fail): whatever can break is looked at
+in child processes with hard timeouts. Exit code 0 when nothing failed, 1 otherwise.
 """
 
 from __future__ import annotations

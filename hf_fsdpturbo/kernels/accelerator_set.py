@@ -1,4 +1,6 @@
-"""The kernel set that `kernel_config name: auto` means on each accelerator, and how it is put into a model."""
+"""The kernel set that ``kernel_config name: auto`` means on each accelerator, and how it is put into a model."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from hf_fsdpturbo.kernels.rebinding import Undo
 
 @dataclass
 class Applied:
-    """What one kernel set did: undos, lines for the summary, and notices the user should see."""
+    """What one kernel set did: undos, lines for the summary, notices for the user, and how many modules changed."""
 
     undos: list[Undo] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -21,7 +23,11 @@ class Applied:
 
 
 def apply_liger(model: nn.Module, device_type: str, asked_by: str) -> Applied:
-    """Liger's rms_norm and rope on CUDA. Raises ValueError when liger-kernel is missing or the device is another."""
+    """Liger's rms_norm and rope on CUDA.
+
+    Raises:
+        ValueError: liger-kernel is missing, or the device is another.
+    """
     if device_type != "cuda":
         raise ValueError(f"{asked_by}: Liger's kernels need CUDA, not {device_type}. Remove liger from name.")
     liger.load(asked_by)
@@ -58,7 +64,11 @@ AUTO: dict[str, Callable[[nn.Module, str], Applied]] = {"cuda": _cuda, "npu": _n
 
 
 def apply_auto(model: nn.Module, device_type: str) -> Applied:
-    """Apply this accelerator's set. An accelerator without one is an error that lists those that have."""
+    """Apply this accelerator's set.
+
+    Raises:
+        ValueError: it has none; the message lists those that have one.
+    """
     if device_type not in AUTO:
         raise ValueError(f"kernel_config name 'auto' knows no kernels for {device_type}. Known: {sorted(AUTO)}.")
     return AUTO[device_type](model, device_type)

@@ -1,5 +1,7 @@
 """Kernels: the table of kernel sets, and the one call that puts them into a model before it is sharded."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ FLA_NAME = "flash-linear-attention"
 
 @dataclass
 class KernelReport:
-    """What runs where: `lines` for the start-up summary, `notices` (already logged on rank 0), and the way back."""
+    """What runs where: ``lines`` for the summary, ``notices`` (already logged on rank 0), and the way back."""
 
     lines: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -75,14 +77,19 @@ assert tuple(KERNELS) == KERNEL_NAMES, "arguments/params.py and this table must 
 
 
 def apply_kernels(model: nn.Module, params: KernelParams | None, device_type: str) -> KernelReport:
-    """Put the kernel sets of `kernel_config` into `model`, in order; call it before sharding, on meta or real weights.
+    """Put the kernel sets of ``kernel_config`` into ``model``, in order; call it before sharding.
 
-    params: None for a run without kernel_config. device_type: where the model will run ("cpu", "cuda", "npu").
     A model with linear attention always gets a rule that keeps packed documents apart: FLA's where it is chosen and
-    proves itself on the device, else our PyTorch one. A model without is untouched when params is None.
+    proves itself on the device, else our PyTorch one. A model without is untouched when ``params`` is None.
 
-    Raises ValueError for a set that matches nothing, a missing package, or a second model in this process with
-    other settings; everything done so far is put back first.
+    Args:
+        model: on meta or with real weights.
+        params: None for a run without kernel_config.
+        device_type: where the model will run ("cpu", "cuda", "npu").
+
+    Raises:
+        ValueError: a set matches nothing, a package is missing, or a second model in this process has other settings;
+            everything done so far is put back first.
     """
     report = KernelReport()
     applied: set[str] = set()

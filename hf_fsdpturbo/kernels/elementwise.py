@@ -4,9 +4,11 @@ Shape legend: B batch, H heads, S sequence, R rotary part of the head size, D no
 
 Norms and MLPs are recognised by what they compute, not by name: the module's own forward runs once on a few numbers
 on CPU and is compared with the formula. What does not match is left alone. Norms and MLPs change per module (the class
-is swapped for a subclass, so hooks, `isinstance` and copies go on working); the rotary function is a global of the
+is swapped for a subclass, so hooks, ``isinstance`` and copies go on working); the rotary function is a global of the
 modeling file and goes through rebinding.py. Experts are never touched: their path is the dispatcher's.
 """
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
@@ -38,7 +40,7 @@ def _matches(found: object, expected: torch.Tensor) -> bool:
 
 
 def norm_kind(module: nn.Module) -> str | None:
-    """"plain" (weight times the normalised input), "zero_centred" (1 + weight), or None if it is no such RMSNorm."""
+    """What an RMSNorm multiplies by: "plain" (weight), "zero_centred" (1 + weight), None if it is no such norm."""
     parameters = dict(module.named_parameters())
     if "RMSNorm" not in type(module).__name__ or list(parameters) != ["weight"] or norm_eps(module) is None:
         return None
@@ -69,7 +71,7 @@ def norm_eps(module: nn.Module) -> float | None:
 
 
 def is_swiglu(module: nn.Module) -> bool:
-    """Whether the module computes down_proj(silu(gate_proj(x)) * up_proj(x)) with three linear layers."""
+    """Whether the module computes ``down_proj(silu(gate_proj(x)) * up_proj(x))`` with three linear layers."""
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(isinstance(part, nn.Linear) for part in parts):
         return False
@@ -97,7 +99,7 @@ def _swap_class(module: nn.Module, forward: Callable[..., torch.Tensor]) -> Undo
 
 
 def fuse_norms(model: nn.Module, kernel: NormKernel, device_type: str) -> list[Undo]:
-    """Give every recognised RMSNorm a forward that calls `kernel(x, weight, eps, zero_centred)` on `device_type`."""
+    """Give every recognised RMSNorm a forward through ``kernel(x, weight, eps, zero_centred)`` on ``device_type``."""
     kinds: dict[type, str | None] = {}
     undos = []
     for module in model.modules():
@@ -124,7 +126,7 @@ def _norm_forward(
 
 
 def fuse_mlps(model: nn.Module, kernel: SwigluKernel, device_type: str) -> list[Undo]:
-    """Give every recognised SwiGLU MLP (dense layers, shared experts) a forward through `kernel(gate, up)`."""
+    """Give every recognised SwiGLU MLP (dense layers, shared experts) a forward through ``kernel(gate, up)``."""
     kinds: dict[type, bool] = {}
     undos = []
     for module in model.modules():
@@ -146,7 +148,7 @@ def fuse_mlps(model: nn.Module, kernel: SwigluKernel, device_type: str) -> list[
 
 
 def is_half_rotation(function: Callable[..., Any]) -> bool:
-    """Whether an `apply_rotary_pos_emb` rotates halves over the first R features and passes the rest through."""
+    """Whether an ``apply_rotary_pos_emb`` rotates halves over the first R features and passes the rest through."""
     q, k = _random(1, 2, 3, PROBE), _random(2, 1, 3, PROBE)[:1]
     angle = _random(1, 3, PROBE // 4).repeat(1, 1, 2)
     try:
@@ -182,7 +184,7 @@ def _rotate_leading(
 
 
 def fuse_rotary(model: nn.Module, kernel: RotaryKernel, device_type: str, key: Hashable) -> list[Undo]:
-    """Rebind `apply_rotary_pos_emb` of the model's files to `kernel(q, k, cos, sin)` on `device_type`, if it fits."""
+    """Rebind ``apply_rotary_pos_emb`` of the model's files to ``kernel(q, k, cos, sin)`` where that is the formula."""
     scopes = {id(scope): scope for module in model.modules() if (scope := scope_of(module, ROTARY)) is not None}
     undos = []
     for scope in scopes.values():

@@ -2,11 +2,13 @@
 
 Shape legend: B batch, S sequence, Hk / Hv key / value heads, Dk / Dv head sizes, Ch conv channels, W conv width.
 
-Three things differ from calling FLA through Transformers 5.24. `chunk_size` arrives: Transformers' wrapper passes on
-only the named parameters of FLA's function, and FLA takes `chunk_size` through `**kwargs`, so it is dropped there.
+Three things differ from calling FLA through Transformers 5.24. ``chunk_size`` arrives: Transformers' wrapper passes on
+only the named parameters of FLA's function, and FLA takes ``chunk_size`` through ``**kwargs``, so it is dropped there.
 FLA's own convolution, which keeps documents apart, comes with the rule. And whether FLA can run is asked before
 training starts.
 """
+
+from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
@@ -58,7 +60,11 @@ def why_not(device_type: str) -> str | None:
 
 
 def _operators() -> tuple[Any, Any]:
-    """(fla.ops.gated_delta_rule, fla.modules.causal_conv1d's function). ImportError without Triton."""
+    """``fla.ops.gated_delta_rule`` and the function of ``fla.modules.causal_conv1d``.
+
+    Raises:
+        ImportError: there is no Triton.
+    """
     rules = importlib.import_module("fla.ops.gated_delta_rule")
     conv = importlib.import_module("fla.modules.causal_conv1d")
     return rules, conv.causal_conv1d
@@ -80,8 +86,11 @@ def chunk_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """FLA's chunk rule, shapes as in gated_delta_rule.py. A packed batch of B rows runs as one row of B * S positions.
 
-    g stays float32; key and query heads are not repeated (FLA groups them itself). With documents the state returned
-    is that of each row's last one, [B, Hv, Dk, Dv]; FLA itself returns one for every document.
+    ``g`` stays float32; key and query heads are not repeated (FLA groups them itself).
+
+    Returns:
+        The output, and the state: with documents that of each row's last one, ``[B, Hv, Dk, Dv]``, where FLA itself
+        returns one for every document.
     """
     rules, _ = _operators()
     lengths: dict[str, Any] = {"cu_seqlens": cu_seqlens}
@@ -120,7 +129,7 @@ def conv(
     cu_seqlens: torch.Tensor | None,
     documents: Documents | None,
 ) -> torch.Tensor:
-    """FLA's causal convolution under our convention: x [B, Ch, S] in and out, weight [Ch, W]; silu, swish or None."""
+    """FLA's causal convolution our way: ``x [B, Ch, S]`` in and out, ``weight [Ch, W]``; silu, swish or None."""
     _, causal_conv1d = _operators()
     rows = x.transpose(1, 2)  # FLA: [B, S, Ch]
     lengths: dict[str, Any] = {"cu_seqlens": cu_seqlens}
@@ -136,8 +145,11 @@ def self_check(
 ) -> str | None:
     """Run a small packed forward and backward of the rule and of the convolution on the device and compare with ours.
 
-    An FLA that cannot compile, or computes something else, is found here and not in the first training step. Returns
-    what is wrong, as the end of a sentence, or None. A compiler's own exception passes through and ends the run.
+    An FLA that cannot compile, or computes something else, is found here and not in the first training step. A
+    compiler's own exception passes through and ends the run.
+
+    Returns:
+        What is wrong, as the end of a sentence, or None.
     """
     generator = torch.Generator().manual_seed(0)
     channels = 2 * key_dim + 2 * value_dim
@@ -195,7 +207,7 @@ def _outputs(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """The output, then the gradient of each input; inputs in `dtype`, the decay g always in float32."""
+    """The output, then the gradient of each input; inputs in ``dtype``, the decay g always in float32."""
     x = {n: t.to(device, torch.float32 if n == "g" else dtype).requires_grad_() for n, t in drawn.items()}
     out = function(**x)
     return [out.detach(), *torch.autograd.grad(out, list(x.values()), probe.to(device, out.dtype))]

@@ -4,17 +4,20 @@ Shape legend: B batch, S sequence, Hk / Hv key / value heads, G = Hv // Hk, Dk /
 C chunk size, P number of chunks, M = B * Hv matrices, N documents of a flattened batch, W conv kernel width,
 Ch conv channels.
 
-The recurrence, per value head, with state `s` [Dk, Dv] (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", eq. 10):
+The recurrence, per value head, with state ``s`` [Dk, Dv] (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", eq. 10):
 
     s_t = exp(g_t) s_{t-1} + k_t (x) beta_t (v_t - (exp(g_t) s_{t-1})^T k_t)        o_t = s_t^T q_t / sqrt(Dk)
 
 is evaluated a chunk at a time (same paper, section 3.3): everything inside a chunk is a few matmuls and one triangular
 solve over all chunks at once; only the state walks from chunk to chunk.
 
-Note [linear backward]: indexing `x[:, :, i]` and writing `out[:, :, i] =` in that walk makes the backward allocate one
-full-length zero tensor per chunk, so its time grows with the square of the length (Transformers 5.24 does this). Here
-the chunk dim is first, taken apart once by `unbind` and put together once by `stack`, whose backwards are each other.
+Note [linear backward]: indexing ``x[:, :, i]`` and writing ``out[:, :, i] =`` in that walk makes the backward allocate
+one full-length zero tensor per chunk, so its time grows with the square of the length (Transformers 5.24 does this).
+Here the chunk dim is first, taken apart once by ``unbind`` and put together once by ``stack``, whose backwards are
+each other.
 """
+
+from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +33,7 @@ L2NORM_EPS = 1e-6  # inside the square root, as in FLA and Transformers
 
 
 def _runs(document_ids: torch.Tensor) -> torch.Tensor:
-    """[B, S] int64 index of the run of equal ids that each position belongs to: an id that comes back is a new run."""
+    """``[B, S]`` int64 index of the run of equal ids that each position is in; an id that comes back is a new run."""
     starts = torch.zeros_like(document_ids, dtype=torch.int64)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     return starts.cumsum(1)
@@ -52,18 +55,31 @@ def chunk_gated_delta_rule(
     seq_idx: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Same call as Transformers' `torch_chunk_gated_delta_rule`, with documents.
+    """Same call as Transformers' ``torch_chunk_gated_delta_rule``, with documents.
 
-    query, key [B, S, Hk, Dk], value [B, S, Hv, Dv] with Hv a multiple of Hk (key head h serves value heads h*G to
-    h*G + G - 1); g [B, S, Hv] log decay (<= 0); beta [B, S, Hv]. Returns `out` [B, S, Hv, Dv] in query's dtype,
-    and the state. Everything is computed in float32 (float64 if query is float64), the state included.
+    Everything is computed in float32 (float64 if query is float64), the state included. No document reads another;
+    they are taken from the first given of ``document_ids``, ``seq_idx`` and ``cu_seqlens``.
 
-    Documents, in order of precedence: `document_ids` or `seq_idx` [B, S] (a new id starts a document, any B), or
-    `cu_seqlens` [N + 1] (B == 1). No document reads another. With ids `initial_state` [B, Hv, Dk, Dv] continues
-    each row's first document and the returned state is that of its last one; with `cu_seqlens` alone both are per
-    document, [N, Hv, Dk, Dv], as in FLA. Other keywords are ignored, except those that would change the result.
+    Args:
+        query, key: ``[B, S, Hk, Dk]``; key head h serves value heads h*G to h*G + G - 1.
+        value: ``[B, S, Hv, Dv]`` with Hv a multiple of Hk.
+        g: ``[B, S, Hv]``, log decay (<= 0).
+        beta: ``[B, S, Hv]``.
+        chunk_size: C.
+        initial_state: with ids ``[B, Hv, Dk, Dv]``, continues each row's first document; with ``cu_seqlens`` alone
+            ``[N, Hv, Dk, Dv]``, one a document, as in FLA.
+        output_final_state: return a state too.
+        use_qk_l2norm_in_kernel: normalise queries and keys first.
+        cu_seqlens: ``[N + 1]``, for B == 1.
+        document_ids, seq_idx: ``[B, S]``, a new id starts a document, any B.
+        **kwargs: ignored, except those that would change the result.
 
-    Raises ValueError for an unsupported keyword, sizes that do not fit, or `cu_seqlens` with B > 1.
+    Returns:
+        ``out [B, S, Hv, Dv]`` in query's dtype, and the state or None: with ids that of each row's last document,
+        with ``cu_seqlens`` alone one a document.
+
+    Raises:
+        ValueError: an unsupported keyword, sizes that do not fit, or ``cu_seqlens`` with B > 1.
     """
     _check_arguments(query, key, value, chunk_size, cu_seqlens, kwargs)
     ids = document_ids if document_ids is not None else seq_idx
@@ -124,7 +140,7 @@ def _one_document_at_a_time(
 
 
 def _to_chunks(x: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
-    """[B, S, H, ...] -> [P, B, H, C, ...], zero-padded at the end of S."""
+    """``[B, S, H, ...]`` -> ``[P, B, H, C, ...]``, zero-padded at the end of S."""
     batch, length, heads, *rest = x.shape
     x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, num_chunks * chunk_size - length))
     return x.reshape(batch, num_chunks, chunk_size, heads, *rest).permute(1, 0, 3, 2, *range(4, x.ndim + 1))
@@ -134,7 +150,7 @@ def _chunked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, write: torch.Tensor,
     chunk_size: int, initial_state: torch.Tensor | None, document_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The rule on prepared float inputs, q scaled. Returns out [B, S, Hv, Dv] and the last state [B, Hv, Dk, Dv]."""
+    """The rule on prepared float inputs, q scaled: ``out [B, S, Hv, Dv]``, and the last state ``[B, Hv, Dk, Dv]``."""
     batch, length, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[2:]
     groups = value_heads // key_heads
@@ -183,10 +199,12 @@ def _chunked(
 def _masks(
     document_ids: torch.Tensor | None, batch: int, num_chunks: int, chunk_size: int, length: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Who may see whom, broadcastable over [P, B, Hk, G, ...].
+    """Who may see whom, broadcastable over ``[P, B, Hk, G, ...]``.
 
-    causal [..., C, C] pairs inside a chunk; reads [..., C] positions whose document began before the chunk; writes
-    [..., C] positions whose document is still open at the chunk's end; keeps [...] chunks inside one document.
+    Returns:
+        ``causal [..., C, C]``, pairs inside a chunk; ``reads [..., C]``, positions whose document began before the
+        chunk; ``writes [..., C]``, positions whose document is still open at the chunk's end; ``keeps [...]``, chunks
+        inside one document.
     """
     causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=device).tril()
     if document_ids is None:
@@ -217,11 +235,25 @@ def causal_conv1d(
     cu_seq_lens_q: torch.Tensor | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """Depthwise causal convolution, x [B, Ch, S] with weight [Ch, W]: out[t] = act(bias + sum_j weight[W-1-j] x[t-j]).
+    """Depthwise causal convolution: ``out[t] = act(bias + sum_j weight[W-1-j] x[t-j])``.
 
     Taps that would reach into another document, or before the row, read zero. Documents as in
-    `chunk_gated_delta_rule`; ids shorter than S (a cache put earlier columns in front of x) are extended with their
-    first one. Returns [B, Ch, S] in x's dtype; arithmetic in weight's dtype, sums over taps in float32.
+    :func:`chunk_gated_delta_rule`; ids shorter than S (a cache put earlier columns in front of x) are extended with
+    their first one. Arithmetic is in weight's dtype, sums over taps in float32.
+
+    Args:
+        x: ``[B, Ch, S]``.
+        weight: ``[Ch, W]``.
+        bias: ``[Ch]``.
+        activation: a name that Transformers knows.
+        document_ids, seq_idx: ``[B, S]`` or shorter.
+        cu_seqlens, cu_seq_lens_q: ``[N + 1]``, for B == 1.
+
+    Returns:
+        ``[B, Ch, S]`` in x's dtype.
+
+    Raises:
+        ValueError: ids that do not fit x.
     """
     length, width = x.shape[-1], weight.shape[-1]
     ids = document_ids if document_ids is not None else seq_idx

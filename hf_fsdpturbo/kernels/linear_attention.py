@@ -3,6 +3,8 @@
 Shape legend: see gated_delta_rule.py.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +29,10 @@ CHUNK_OPERATOR, RECURRENT_OPERATOR = FLA_OPERATOR_NAMES
 class Choice:
     """What a run's linear attention does; two models of one process must agree on it.
 
-    operators: FLA operators that may run; device_types: where FLA may run; both empty means ours everywhere.
+    Attributes:
+        operators: FLA operators that may run; empty means ours everywhere.
+        device_types: where FLA may run; empty means nowhere.
+        chunk_size: of whichever rule runs.
     """
 
     operators: frozenset[str]
@@ -44,7 +49,7 @@ class Choice:
 
 
 def make_rule(choice: Choice) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """The function that replaces Transformers' `torch_chunk_gated_delta_rule`; the same call, plus `documents`."""
+    """The function that replaces Transformers' ``torch_chunk_gated_delta_rule``; the same call, plus ``documents``."""
 
     def rule(
         query: torch.Tensor,
@@ -80,7 +85,7 @@ def make_rule(choice: Choice) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
 
 
 def make_recurrent_rule(choice: Choice) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """The function that replaces `torch_recurrent_gated_delta_rule` (one token of a generation, with a state)."""
+    """The function that replaces ``torch_recurrent_gated_delta_rule`` (one token of a generation, with a state)."""
 
     def rule(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
@@ -93,7 +98,7 @@ def make_recurrent_rule(choice: Choice) -> Callable[..., tuple[torch.Tensor, tor
 
 
 def make_conv(choice: Choice) -> Callable[..., torch.Tensor]:
-    """The function that replaces `causal_conv1d_fn`; FLA's convolution runs where FLA's chunk rule does."""
+    """The function that replaces ``causal_conv1d_fn``; FLA's convolution runs where FLA's chunk rule does."""
 
     def conv(
         hidden_states: torch.Tensor,
@@ -115,11 +120,14 @@ def make_conv(choice: Choice) -> Callable[..., torch.Tensor]:
 
 
 def choose(model: nn.Module, params: KernelParams | None, device_type: str) -> tuple[Choice, list[str], list[str]]:
-    """Decide for a model with linear attention. Returns the choice, lines to report, and warnings.
+    """Decide for a model with linear attention.
 
     kernel_config None keeps Transformers' own default (FLA where it can run); a kernel_config says exactly what runs,
-    so FLA then runs only if `name` lists it. FLA is put to a trial on the device before it is chosen. In a process
+    so FLA then runs only if ``name`` lists it. FLA is put to a trial on the device before it is chosen. In a process
     group every rank must call this: if FLA fails on one, all use PyTorch (else the ranks would run different rules).
+
+    Returns:
+        The choice, lines to report, and warnings.
     """
     named = params is not None and "flash-linear-attention" in params.name
     chunk_size = params.chunk_size if params is not None and named else DEFAULT_CHUNK_SIZE
@@ -162,7 +170,7 @@ def _trial(model: nn.Module, device_type: str, chunk_size: int) -> str | None:
 
 
 def base_models(model: nn.Module) -> list[nn.Module]:
-    """The innermost modules that own decoder layers with linear attention: they see `position_ids` first-hand."""
+    """The innermost modules that own decoder layers with linear attention: they see ``position_ids`` first-hand."""
     modules = dict(model.named_modules())
     owners: dict[int, nn.Module] = {}
     for fqn, _ in linear_attention_layers(model):
@@ -180,7 +188,14 @@ def _forward_arguments(module: nn.Module) -> list[str]:
 
 
 def apply_linear_attention(model: nn.Module, choice: Choice) -> list[Callable[[], None]]:
-    """Bind the chosen functions and mark documents. Returns the undos."""
+    """Bind the chosen functions and mark documents.
+
+    Returns:
+        The undos.
+
+    Raises:
+        ValueError: the modeling file has no convolution of the known name, or see :func:`rebind`.
+    """
     _, layer = next(linear_attention_layers(model))
     scope = scope_of(layer, RULE) or {}
     recurrent = make_recurrent_rule(choice) if RECURRENT in scope else None

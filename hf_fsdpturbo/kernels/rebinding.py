@@ -1,11 +1,13 @@
 """Replace functions that a modeling file looks up in its own globals, process-wide, counted, and put back at the end.
 
-Transformers 5.24 decorates kernels such as `torch_chunk_gated_delta_rule` or `apply_rotary_pos_emb` at module level
-and calls them as globals of the modeling file, so that file's globals are where a replacement must go. Every model of
-the file in this process then runs it. Hence: replacements come in named layers ("kernels" below, "context_parallel" on
-top of it), each with a key that says what was asked for; a second model with the same key shares the layer, one with
-another key is refused; the originals return when the last user lets go, or is garbage-collected.
+Transformers 5.24 decorates kernels such as ``torch_chunk_gated_delta_rule`` or ``apply_rotary_pos_emb`` at module
+level and calls them as globals of the modeling file, so that file's globals are where a replacement must go. Every
+model of the file in this process then runs it. Hence: replacements come in named layers ("kernels" below,
+"context_parallel" on top of it), each with a key that says what was asked for; a second model with the same key shares
+the layer, one with another key is refused; the originals return when the last user lets go, or is garbage-collected.
 """
+
+from __future__ import annotations
 
 import gc
 import inspect
@@ -54,7 +56,7 @@ _FILES: dict[int, _File] = {}  # by id of the globals dict, which lives as long 
 
 
 def scope_of(module: nn.Module, name: str) -> dict[str, Any] | None:
-    """The globals in which `module`'s forward looks up `name`, or None if its forward does not use such a global."""
+    """The globals in which ``module``'s forward looks up ``name``, or None if it uses no such global."""
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     if code is None or name not in code.co_names or name not in forward.__globals__:
@@ -64,17 +66,20 @@ def scope_of(module: nn.Module, name: str) -> dict[str, Any] | None:
 
 
 def linear_attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(fqn, module) of every gated-delta-rule layer."""
+    """``(fqn, module)`` of every gated-delta-rule layer."""
     for fqn, module in model.named_modules():
         if scope_of(module, RULE) is not None:
             yield fqn, module
 
 
 def bind(model: nn.Module, layer: str, key: Hashable, scope: dict[str, Any], functions: dict[str, Function]) -> Undo:
-    """Put `functions` (global name -> replacement) into one modeling file's globals for as long as `model` lives.
+    """Put ``functions`` (global name -> replacement) into one modeling file's globals for as long as ``model`` lives.
 
-    Raises ValueError if the layer already holds another key there (two models with different settings in one process).
-    Returns the undo; calling it twice is harmless.
+    Returns:
+        The undo; calling it twice is harmless.
+
+    Raises:
+        ValueError: the layer already holds another key there (two models with different settings in one process).
     """
     file = _FILES.setdefault(id(scope), _File(scope))
     found = next((present for present in file.layers if present.name == layer), None)
@@ -118,11 +123,23 @@ def rebind(
     layer: str = "context_parallel",
     key: Hashable = None,
 ) -> Undo:
-    """Replace the gated delta rule and its convolution in every modeling file that `model` uses.
+    """Replace the gated delta rule and its convolution in every modeling file that ``model`` uses.
 
-    rule: called as Transformers calls `torch_chunk_gated_delta_rule`, plus the keyword `documents` (see documents.py)
-    when the batch is packed. conv: as `causal_conv1d_fn`, same extra. To build on what is there, take
-    `current(model, RULE)` first. Raises ValueError for a model without linear attention, or as `bind` does.
+    To build on what is there, take ``current(model, RULE)`` first.
+
+    Args:
+        model: in whose files, and for as long as it lives.
+        rule: called as Transformers calls ``torch_chunk_gated_delta_rule``, plus the keyword ``documents`` (see
+            packing/documents.py) when the batch is packed.
+        conv: called as ``causal_conv1d_fn``, same extra.
+        recurrent: called as ``torch_recurrent_gated_delta_rule``; None leaves it.
+        layer, key: see :func:`bind`.
+
+    Returns:
+        The undo.
+
+    Raises:
+        ValueError: the model has no linear attention, or see :func:`bind`.
     """
     scopes = {id(s): s for _, m in linear_attention_layers(model) if (s := scope_of(m, RULE)) is not None}
     if not scopes:
@@ -140,7 +157,11 @@ def rebind(
 
 
 def current(model: nn.Module, name: str = RULE) -> Function:
-    """The function that `model`'s linear-attention layers call now under a global name (RULE, CONV, RECURRENT)."""
+    """The function that ``model``'s linear-attention layers call now under a global name (RULE, CONV, RECURRENT).
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
     for _, module in linear_attention_layers(model):
         scope = scope_of(module, RULE)
         if scope is not None and name in scope:

@@ -1,4 +1,4 @@
-"""The environment of this process: nothing else in the package reads or sets `os.environ`."""
+"""The environment of this process: nothing else in the package reads or sets ``os.environ``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 ENV_PREFIX = "FSDPTURBO_"
 CONFIG_VARIABLE = "FSDPTURBO_ACCELERATE_CONFIG"
 
-# The same, as accelerate exports them to the processes it starts (torchrun users may set them by hand).
+# What would take the model away from us, as accelerate exports it to the processes it starts; torchrun users may set
+# it by hand. The same in flags and in a YAML: launcher.py and accelerate_yaml.py.
 _FOREIGN_VARIABLES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_FSDP": "accelerate's FSDP",

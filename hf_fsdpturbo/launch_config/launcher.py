@@ -1,4 +1,4 @@
-"""The `accelerate launch` process above us: found among our ancestors, its command line read as accelerate does."""
+"""The ``accelerate launch`` process above us: found among our ancestors, its command line read as accelerate does."""
 
 from __future__ import annotations
 

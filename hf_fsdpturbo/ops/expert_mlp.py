@@ -1,10 +1,9 @@
 """The expert block, forward and backward in one piece, keeping only the rows, one GEMM output and small maps.
 
 R rows, K copies of a row at most, S slots sorted by expert, L local experts, D hidden, F ffn. Forward, for slot s of
-row r with weight w (`y_e(x) = down_e (silu(gate_e x) * up_e x)`, weighted before `down`, which is linear):
+row r with weight w (``y_e(x) = down_e (silu(gate_e x) * up_e x)``, weighted before ``down``, which is linear):
 
-    rows [R, D] --scatter--> [S, D] --gate_up--> h [S, 2F] --silu(g) u w--> [S, F] --down--> [S, D] --sum of slots-->
-    [R, D]
+    rows [R, D] --scatter--> [S, D] --gate_up--> h [S, 2F] --silu(g) u w--> [S, F] --down--> [S, D] --sum--> [R, D]
     saved: rows                                  h                    w
 
 Backward scatters rows and gradients again and computes the activation again beside its gradient: two memory-bound

@@ -1,7 +1,7 @@
-"""Permute, unpermute, grouped matmul and weighted SwiGLU with gradients, one autograd function each.
+"""Permute, unpermute and weighted SwiGLU with gradients, one autograd function each.
 
 For experts that need their own forward; plain SwiGLU experts run ``expert_mlp.py``, which keeps less. Letters as in
-``ops/__init__.py``.
+``ops/table.py``.
 """
 
 from __future__ import annotations
@@ -58,22 +58,6 @@ class _Unpermute(torch.autograd.Function):
         return out_SD, None, None
 
 
-class _GroupedMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_SA: Tensor, weights: Tensor, offsets_L: Tensor, ops: OpSet) -> Tensor:
-        ctx.save_for_backward(rows_SA, weights, offsets_L)
-        ctx.ops = ops
-        return ops.grouped_mm(rows_SA, weights.transpose(1, 2), offsets_L)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows_SA, weights, offsets_L = ctx.saved_tensors
-        gradient_SB = gradients[0].contiguous()
-        need_rows, need_weights = ctx.needs_input_grad[:2]
-        rows = ctx.ops.grouped_mm(gradient_SB, weights, offsets_L) if need_rows else None
-        return rows, ctx.ops.grouped_mm(gradient_SB.t(), rows_SA, offsets_L) if need_weights else None, None, None
-
-
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up_SF: Tensor, weights_S: Tensor | None, ops: OpSet) -> Tensor:
@@ -100,12 +84,6 @@ def unpermute(rows_SD: Tensor, slot_map: SlotMap, ops: OpSet, weights_S: Tensor 
     if weights_S is not None:
         rows_SD = (rows_SD * weights_S.unsqueeze(-1)).to(rows_SD.dtype)
     return _Unpermute.apply(rows_SD, slot_map, ops)
-
-
-def grouped_matmul(rows_SA: Tensor, weights: Tensor, offsets_L: Tensor, ops: OpSet) -> Tensor:
-    """``rows_SA[group g] @ weights[g].T`` for ``weights [L, B, A]`` -> ``[S, B]``; group g ends at
-    ``offsets_L[g]``."""
-    return _GroupedMatmul.apply(rows_SA, weights, offsets_L, ops)
 
 
 def swiglu(gate_up_SF: Tensor, ops: OpSet, weights_S: Tensor | None = None) -> Tensor:

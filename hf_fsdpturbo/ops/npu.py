@@ -1,8 +1,7 @@
 """All calls of torch_npu, which is imported late and only here; written from its schemas, never run on the hardware.
 
 Index work is plain PyTorch (``ops/torch.py``); permute, unpermute, grouped matmul and SwiGLU are torch_npu's. The two
-MC2
-operators at the end move rows and multiply in one. Letters as in ``ops/__init__.py``.
+MC2 operators at the end move rows and multiply in one. Letters as in ``ops/table.py``.
 """
 
 from __future__ import annotations
@@ -45,7 +44,11 @@ __all__ = [
 
 
 def load_torch_npu() -> ModuleType:
-    """torch_npu, imported now. Raises MissingDependencyError (a ValueError) where it is not installed."""
+    """torch_npu, imported now.
+
+    Raises:
+        MissingDependencyError: (a ValueError) it is not installed.
+    """
     require("torch_npu", "the Ascend NPU path")
     return importlib.import_module("torch_npu")
 
@@ -70,8 +73,11 @@ def scatter_rows(
     *,
     roomy: bool = False,
 ) -> None:
-    """See :class:`hf_fsdpturbo.ops.OpSet`. Full maps (K slots a row) are one operator; others K scatters, no host
-    sync. As many slots as entries mean a full map only where every row of ``out`` is a slot."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`.
+
+    Full maps (K slots a row) are one operator, others K scatters; no host sync. As many slots as entries mean a full
+    map only where every row of ``out`` is a slot.
+    """
     num_slots = out_SD.shape[0]
     if not roomy and slots_RK.numel() == num_slots:
         out_SD.copy_(load_torch_npu().npu_moe_token_permute(rows_RD, slots_RK)[0])
@@ -97,7 +103,7 @@ def gather_sum(
     values_S: Tensor | None = None,
     out_values_RK: Tensor | None = None,
 ) -> None:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     held_RK = slots_RK >= 0
     slot_RK = slots_RK.clamp_min(0).long()
     if rows_SD.shape[0] == 0:
@@ -124,7 +130,10 @@ def _counts(offsets_L: Tensor) -> Tensor:
 
 
 def grouped_mm(left: Tensor, right: Tensor, offsets_L: Tensor) -> Tensor:
-    """See :class:`hf_fsdpturbo.ops.OpSet`. group_type 0 splits the rows of a product, 2 the dim that it sums over."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`.
+
+    group_type 0 splits the rows of a product, 2 the dim that it sums over.
+    """
     rows = left.shape[0] if right.ndim == 3 else left.shape[1]
     if rows == 0:
         shape = (0, right.shape[2]) if right.ndim == 3 else (offsets_L.numel(), left.shape[0], right.shape[1])
@@ -137,14 +146,16 @@ def grouped_mm(left: Tensor, right: Tensor, offsets_L: Tensor) -> Tensor:
 
 
 def supports(gate_up: Tensor, down: Tensor) -> bool:
-    """See :class:`hf_fsdpturbo.ops.OpSet`: float32, float16 or bfloat16, inner dims below 65536, at most 1024
-    groups."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`.
+
+    float32, float16 or bfloat16, inner dims below 65536, at most 1024 groups.
+    """
     fits = max(*gate_up.shape[1:], *down.shape[1:]) < 65536 and gate_up.shape[0] <= 1024
     return fits and gate_up.dtype == down.dtype and gate_up.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def swiglu(gate_up_SF: Tensor, weights_S: Tensor | None) -> Tensor:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     out = load_torch_npu().npu_swiglu(gate_up_SF, dim=-1)
     return out if weights_S is None else (out * weights_S.unsqueeze(-1)).to(out.dtype)
 

@@ -1,13 +1,11 @@
 """Device operators of the dispatchers behind one table: one file per device, the same functions in each.
 
 T tokens, K top-k, R rows, S slots (pairs held by a rank, sorted by expert), E / L all / local experts, P ranks of the
-ep
-axis, X = E + P, D hidden, F ffn.
+ep axis, X = E + P, D hidden, F ffn.
 
 A *slot map* ``[R, K]`` (int32) says where copies of row r stand: ``slots[r, k]`` is a row number of the expanded
-tensor, or
--1 for no copy. Scattering rows by it is the permutation, summing through it is the inverse, so that forward and
-backward of both need one small map and no sort.
+tensor, or -1 for no copy. Scattering rows by it is the permutation, summing through it is the inverse, so that forward
+and backward of both need one small map and no sort.
 
 Functions here are plain: no autograd. ``functional.py`` has the operators with gradients, ``expert_mlp.py`` the whole
 expert block that keeps few activations.
@@ -48,9 +46,13 @@ class OpSet(Protocol):
         """Sort pairs without moving them: ranks within experts and rows within destinations."""
 
     def slot_pairs(self, routing: Routing, totals_PX: Tensor, ep_rank: int) -> tuple[Tensor, Tensor]:
-        """``(slots_TK, offsets_L)``: the slot of each pair on the rank that owns its expert, and the ends of this
-        rank's
-        experts. Slots are sorted by expert, then source rank. Both int32."""
+        """The slot of each pair on the rank that owns its expert, and the ends of this rank's experts.
+
+        Slots are sorted by expert, then source rank.
+
+        Returns:
+            ``(slots_TK, offsets_L)``, both int32.
+        """
 
     def write_pairs(
         self, routing: Routing, slots_TK: Tensor, weights_TK: Tensor, out_slots: Tensor, out_weights: Tensor
@@ -80,12 +82,13 @@ class OpSet(Protocol):
         values_S: Tensor | None = None,
         out_values_RK: Tensor | None = None,
     ) -> None:
-        """``out[r] = sum_k rows[slots[r, k]]`` in float32 (float64 for float64), and ``out_values[r, k] =
-        values[slots[r, k]]`` or 0."""
+        """``out[r] = sum_k rows[slots[r, k]]``, summed in float32 (float64 for float64).
+
+        And ``out_values[r, k] = values[slots[r, k]]``, or 0 where there is no slot.
+        """
 
     def grouped_mm(self, left: Tensor, right: Tensor, offsets_L: Tensor) -> Tensor:
-        """Rows of ``left [S, A]`` by group times ``right [L, A, B]`` -> [S, B]; or ``left [A, S]``, ``right [S, B]``
-        -> [L, A, B].
+        """Multiply by group: ``[S, A]`` and ``[L, A, B]`` give ``[S, B]``; ``[A, S]`` and ``[S, B]`` ``[L, A, B]``.
 
         Group g is ``offsets[g - 1] : offsets[g]``; S must equal ``offsets[-1]``. An empty group gives zeros.
         """

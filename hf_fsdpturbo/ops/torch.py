@@ -1,6 +1,6 @@
 """The operators in plain PyTorch: what CPU runs, and what the other files are compared with.
 
-Letters as in ``ops/__init__.py``.
+Letters as in ``ops/table.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def count_routing(index_TK: Tensor, num_experts: int, ep_size: int) -> Routing:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     tokens, top_k = index_TK.shape
     expert_N = index_TK.reshape(-1).long()
     counts_E = torch.zeros(num_experts, dtype=torch.long, device=index_TK.device)
@@ -45,7 +45,7 @@ def count_routing(index_TK: Tensor, num_experts: int, ep_size: int) -> Routing:
 
 
 def slot_pairs(routing: Routing, totals_PX: Tensor, ep_rank: int) -> tuple[Tensor, Tensor]:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     ep_size = totals_PX.shape[0]
     pairs_PE = totals_PX[:, : totals_PX.shape[1] - ep_size].long()
     pairs_PL = pairs_PE.sum(0).view(ep_size, -1)
@@ -58,7 +58,7 @@ def slot_pairs(routing: Routing, totals_PX: Tensor, ep_rank: int) -> tuple[Tenso
 def write_pairs(
     routing: Routing, slots_TK: Tensor, weights_TK: Tensor, out_slots: Tensor, out_weights: Tensor
 ) -> None:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     row_TK = routing.pair_row_TK
     mine_TKK = row_TK.unsqueeze(2) == row_TK.unsqueeze(1)  # [token, first pair of a row, pair]
     first_TK = routing.row_position_TK >= 0
@@ -77,7 +77,7 @@ def scatter_rows(
     *,
     roomy: bool = False,
 ) -> None:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     row, k = (slots_RK >= 0).nonzero(as_tuple=True)
     slot = slots_RK[row, k].long()
     out_SD[slot] = rows_RD[row]
@@ -92,7 +92,7 @@ def gather_sum(
     values_S: Tensor | None = None,
     out_values_RK: Tensor | None = None,
 ) -> None:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     row, k = (slots_RK >= 0).nonzero(as_tuple=True)
     slot = slots_RK[row, k].long()
     dtype = accumulation_dtype(rows_SD.dtype)
@@ -103,7 +103,7 @@ def gather_sum(
 
 
 def grouped_mm(left: Tensor, right: Tensor, offsets_L: Tensor) -> Tensor:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     if right.shape[0] == 0 and right.ndim == 2:  # 2D x 2D without rows
         return left.new_zeros(offsets_L.numel(), left.shape[0], right.shape[1])
     if left.shape[0] == 0 and left.ndim == 2 and right.ndim == 3:
@@ -112,14 +112,14 @@ def grouped_mm(left: Tensor, right: Tensor, offsets_L: Tensor) -> Tensor:
 
 
 def supports(gate_up: Tensor, down: Tensor) -> bool:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     fast_dtype = gate_up.dtype in (torch.float32, torch.bfloat16, torch.float16)
     aligned = all(size * gate_up.element_size() % 16 == 0 for size in (*gate_up.shape[1:], *down.shape[1:]))
     return compat.has_cpu_grouped_mm() and fast_dtype and aligned and gate_up.dtype == down.dtype
 
 
 def swiglu(gate_up_SF: Tensor, weights_S: Tensor | None) -> Tensor:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     gate, up = gate_up_SF.to(accumulation_dtype(gate_up_SF.dtype)).chunk(2, dim=-1)
     output = torch.nn.functional.silu(gate) * up
     if weights_S is not None:
@@ -130,7 +130,7 @@ def swiglu(gate_up_SF: Tensor, weights_S: Tensor | None) -> Tensor:
 def swiglu_backward(
     gate_up_SF: Tensor, weights_S: Tensor | None, gradient_SF: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     dtype = accumulation_dtype(gate_up_SF.dtype)
     gate, up = gate_up_SF.to(dtype).chunk(2, dim=-1)
     gradient = gradient_SF.to(dtype)
@@ -147,6 +147,6 @@ def swiglu_backward(
 
 
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     if tensors:
         torch._foreach_mul_(tensors, factor.to(tensors[0].device))

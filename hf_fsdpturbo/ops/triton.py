@@ -3,7 +3,7 @@
 The one file that imports triton. No autotuning: block sizes follow from shapes, so the first step compiles each kernel
 once. Runs under ``TRITON_INTERPRET=1`` with CPU tensors, which is how the unit tests check it.
 
-Letters as in ``ops/__init__.py``; NB blocks of TB tokens in the counting sort.
+Letters as in ``ops/table.py``; NB blocks of TB tokens in the counting sort.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -275,7 +275,7 @@ def _acc(dtype: torch.dtype) -> tl.dtype:
 
 
 def count_routing(index_TK: Tensor, num_experts: int, ep_size: int) -> Routing:
-    """See :class:`hf_fsdpturbo.ops.OpSet` and Note [Counting sort]. Four launches."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet` and Note [Counting sort]. Four launches."""
     tokens, top_k = index_TK.shape
     index_TK = index_TK.contiguous()
     num_pairs, num_local = tokens * top_k, num_experts // ep_size
@@ -304,7 +304,7 @@ def count_routing(index_TK: Tensor, num_experts: int, ep_size: int) -> Routing:
 
 
 def slot_pairs(routing: Routing, totals_PX: Tensor, ep_rank: int) -> tuple[Tensor, Tensor]:
-    """See :class:`hf_fsdpturbo.ops.OpSet`. Two launches."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`. Two launches."""
     totals_PX = totals_PX.contiguous()
     ep_size, width = totals_PX.shape
     num_experts = width - ep_size
@@ -325,7 +325,7 @@ def slot_pairs(routing: Routing, totals_PX: Tensor, ep_rank: int) -> tuple[Tenso
 def write_pairs(
     routing: Routing, slots_TK: Tensor, weights_TK: Tensor, out_slots: Tensor, out_weights: Tensor
 ) -> None:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     tokens, top_k = slots_TK.shape
     if tokens:
         _write_pairs_kernel[(triton.cdiv(tokens, 32),)](
@@ -352,7 +352,7 @@ def scatter_rows(
     *,
     roomy: bool = False,
 ) -> None:
-    """See :class:`hf_fsdpturbo.ops.OpSet`. Each row is read once and written to its slots."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`. Each row is read once and written to its slots."""
     if slots_RK.shape[0] == 0:
         return
     grid, constants = _row_launch(slots_RK, rows_RD.shape[1])
@@ -371,7 +371,7 @@ def gather_sum(
     values_S: Tensor | None = None,
     out_values_RK: Tensor | None = None,
 ) -> None:
-    """See :class:`hf_fsdpturbo.ops.OpSet`. A row's loads are issued together."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`. A row's loads are issued together."""
     if slots_RK.shape[0] == 0:
         return
     grid, constants = _row_launch(slots_RK, rows_SD.shape[1])
@@ -391,7 +391,7 @@ def _swiglu_launch(slots: int, ffn: int) -> tuple[tuple[int], dict[str, int]]:
 
 
 def swiglu(gate_up_SF: Tensor, weights_S: Tensor | None) -> Tensor:
-    """See :class:`hf_fsdpturbo.ops.OpSet`."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     slots, ffn = gate_up_SF.shape[0], gate_up_SF.shape[1] // 2
     out = gate_up_SF.new_empty(slots, ffn)
     if slots:
@@ -406,7 +406,7 @@ def swiglu(gate_up_SF: Tensor, weights_S: Tensor | None) -> Tensor:
 def swiglu_backward(
     gate_up_SF: Tensor, weights_S: Tensor | None, gradient_SF: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :class:`hf_fsdpturbo.ops.OpSet`. One pass: both gradients and the forward's output again."""
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`. One pass: both gradients and the forward's output again."""
     slots, ffn = gradient_SF.shape
     gate_up_gradient, out = torch.empty_like(gate_up_SF), torch.empty_like(gradient_SF)
     dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
@@ -422,7 +422,7 @@ def swiglu_backward(
 
 
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:
-    """See :class:`hf_fsdpturbo.ops.OpSet`.
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`.
 
     torch's foreach multiplies bf16 tensors by a float32 scalar tensor one by one and unvectorised: 11 ms a step for
     2.8 B gradients on an H200, four times what their bytes cost.

@@ -2,11 +2,13 @@
 
 Shape legend: B batch, S sequence, N documents of the whole batch (a row's start always begins one).
 
-Transformers' decoder layers do not pass `position_ids` to linear attention, but they do pass on every keyword that
-the base model does not know. So a hook on the base model adds one, `documents`, which travels through the layers to
+Transformers' decoder layers do not pass ``position_ids`` to linear attention, but they do pass on every keyword that
+the base model does not know. So a hook on the base model adds one, ``documents``, which travels through the layers to
 our rule and convolution. A keyword and not a global: activation checkpointing replays a layer during backward with the
 keywords of its own forward, whatever other forwards (a reference model, the next micro-batch) ran in between.
 """
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
@@ -19,11 +21,13 @@ from torch import nn
 class Documents:
     """The documents of one packed batch.
 
-    ids [B, S] int64, a new value where a document starts; cu_seqlens [N + 1] int32 over the B * S flattened positions,
-    on the ids' device, and a copy of it on the CPU (kernels plan their grid from it without a device sync).
-
     A plain class on purpose: FSDP walks into dataclasses, tuples and dicts among a layer's keywords, rebuilds them at
     every layer and moves what they hold to its device.
+
+    Attributes:
+        ids: ``[B, S]`` int64, a new value where a document starts.
+        cu_seqlens: ``[N + 1]`` int32 over the B * S flattened positions, on the ids' device.
+        cu_seqlens_cpu: a copy of it on the CPU (kernels plan their grid from it without a device sync).
     """
 
     __slots__ = ("cu_seqlens", "cu_seqlens_cpu", "ids")
@@ -35,13 +39,13 @@ class Documents:
 
 
 def document_ids_from_cu_seqlens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
-    """[1, S] int64 ids 0..N-1 from cumulative lengths [N + 1] (first 0, last S) of a flattened batch."""
+    """``[1, S]`` int64 ids 0..N-1 from cumulative lengths ``[N + 1]`` (first 0, last S) of a flattened batch."""
     positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return (torch.searchsorted(cu_seqlens, positions, right=True) - 1).unsqueeze(0)
 
 
 def documents_from_ids(ids: torch.Tensor) -> Documents | None:
-    """Documents of ids [B, S] (any integers, a change starts a document); None where every row is one document.
+    """Documents of ``ids [B, S]`` (any integers, a change starts a document); None where every row is one document.
 
     One device sync.
     """
@@ -62,13 +66,21 @@ def derive_documents(
     cu_seq_lens_q: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
 ) -> Documents | None:
-    """The documents of a [B, S] batch, from the first source given: `seq_idx`, `cu_seq_lens_q`, `position_ids`.
+    """The documents of a batch, from the first source given: ``seq_idx``, ``cu_seq_lens_q``, ``position_ids``.
 
-    position_ids: 2-D [B or 1, S], where a document starts wherever the position is not the one before plus one; or
-    [4, B, S] as the Qwen models stack them, row 0 being those 2-D text positions. Other multi-axis (mRoPE) ids restart
-    inside a document and take no part. Padding positions (zeros, ones) become documents of their own, which nothing
-    real reads. Returns None when every row is one document, or the sizes say that this is not a packed prompt (one
-    token of a generation, ids of another length).
+    Padding positions (zeros, ones) become documents of their own, which nothing real reads.
+
+    Args:
+        batch, length: B and S.
+        position_ids: ``[B or 1, S]``, where a document starts wherever the position is not the one before plus one; or
+            ``[4, B, S]`` as the Qwen models stack them, row 0 being those 2-D text positions. Other multi-axis (mRoPE)
+            ids restart inside a document and take no part.
+        cu_seq_lens_q: ``[N + 1]`` cumulative lengths, for B == 1.
+        seq_idx: ``[B, S]``, a change starts a document.
+
+    Returns:
+        None when every row is one document, or the sizes say that this is not a packed prompt (one token of a
+        generation, ids of another length).
     """
     if length == 1:
         return None
@@ -88,10 +100,12 @@ def derive_documents(
 
 
 def attach_documents(base_model: nn.Module) -> Callable[[], None]:
-    """Add the `documents` keyword to every forward of a base model (the module that owns the decoder layers).
+    """Add the ``documents`` keyword to every forward of a base model (the module that owns the decoder layers).
 
-    A caller that passes `documents` itself (context parallelism, which knows the whole sequence) is left alone.
-    Returns the undo.
+    A caller that passes ``documents`` itself (context parallelism, which knows the whole sequence) is left alone.
+
+    Returns:
+        The undo.
     """
     signature = inspect.signature(type(base_model).forward)
 

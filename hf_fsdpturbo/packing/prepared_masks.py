@@ -43,22 +43,11 @@ def _mask(plan: SequencePlan, kernel: str, window: int | None, like: Tensor) -> 
     return plan.additive_mask(window, like.dtype) if kernel == "eager" else block_mask(plan, window)
 
 
-def keep_documents_apart(model: nn.Module) -> Callable[[], None] | None:
-    """Give packed batches masks of their own where the model would let documents read each other; returns the undo.
-
-    Returns None, and does nothing, for models that need no help.
-    """
-    bases = [base for base in text_models(model) if masks_ignore_documents(base)]
-    undos = [
-        base.register_forward_pre_hook(_hook(inspect.signature(type(base).forward)), with_kwargs=True).remove
-        for base in bases
-    ]
-
-    def undo() -> None:
-        for remove in undos:
-            remove()
-
-    return undo if undos else None
+def keep_documents_apart(model: nn.Module) -> None:
+    """Give packed batches masks of their own where the model would let documents read each other; others stay."""
+    for base in text_models(model):
+        if masks_ignore_documents(base):
+            base.register_forward_pre_hook(_hook(inspect.signature(type(base).forward)), with_kwargs=True)
 
 
 def _hook(signature: inspect.Signature) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
-"""`ep_backend: fsdp_turbo`: hand EP and EFSDP of the experts to the FSDPTurbo library, and correct what it gets wrong.
+"""``ep_backend: fsdp_turbo``: hand EP and EFSDP of the experts to the FSDPTurbo library, and correct its faults.
 
-L / E local / all experts. The one file that imports `fsdp_turbo`, late and from its defining modules. The library has
-two generations of its API (OLD, about July 2026, and NEW); what differs is read from its dataclasses, never guessed.
+L / E local / all experts. The one file that imports ``fsdp_turbo``, late and from its defining modules. The library
+has two generations of its API (OLD, about July 2026, and NEW); what differs is read from its dataclasses, never
+guessed.
 
 Note [What is corrected]: frozen experts become trainable (flags are restored); with one expert a rank, or a model made
 on meta, the expert id table is missing or garbage (rebuilt); with no divide factor, or EFSDP left out at size 1,
@@ -11,6 +12,8 @@ its bf16 policy is fixed, also for fp32 runs, and it shards the fused gate/up di
 the model is on meta (EFSDP is ours in both cases, and says so); it makes every collective of the process synchronous
 (put back).
 """
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -41,9 +44,13 @@ _PATCHED = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
 
 
 def check_upstream(params: FSDPTurboParams, model: nn.Module, device_type: str) -> list[str]:
-    """Everything that can be refused before the first collective, on every rank. Returns notes for the summary.
+    """Refuse, on every rank, everything that can be refused before the first collective.
 
-    Raises ValueError (MissingDependencyError for the library itself) naming field, value, rule and fix.
+    Returns:
+        Notes for the summary.
+
+    Raises:
+        ValueError: names field, value, rule and fix; MissingDependencyError for the library itself.
     """
     require("fsdp_turbo", "dist_config ep_backend='fsdp_turbo'")
     ep_plan, _ = _plan_classes()
@@ -93,7 +100,8 @@ def _fields(plan: type) -> set[str]:
 def divide_factor_field(ep_plan: type) -> str:
     """What this generation calls the divide factor. Setting the other name on its dataclass would be silent.
 
-    Raises ValueError for a library with neither field.
+    Raises:
+        ValueError: the library has neither field.
     """
     for name in FACTOR_FIELDS:
         if name in _fields(ep_plan):
@@ -121,10 +129,20 @@ def expert_parallelize(
     divide_factor: int,
     device: torch.device,
 ) -> None:
-    """Shard the experts modules `names` (full names) over ep with the library; their forwards become its dispatcher.
+    """Shard experts modules over ep with the library; their forwards become its dispatcher.
 
-    divide_factor: dp_size * cp_size. device: where the run computes. Parameters keep their requires_grad.
-    Raises ValueError for experts of another layout than the library's dispatchers compute, or if it refuses.
+    Parameters keep their ``requires_grad``.
+
+    Args:
+        model: that has them.
+        names: full names of the experts modules.
+        ep_mesh: one axis.
+        dispatcher: a name in ``DISPATCHERS``.
+        divide_factor: dp_size * cp_size.
+        device: where the run computes.
+
+    Raises:
+        ValueError: experts of another layout than the library's dispatchers compute, or the library refuses.
     """
     modules = {name: model.get_submodule(name) for name in names}
     for name, module in modules.items():
@@ -174,11 +192,25 @@ def expert_fully_shard(
     num_local_experts: int,
     options: dict[str, Any],
 ) -> list[str]:
-    """EFSDP of the experts modules `names` after `expert_parallelize`: the library's where right, ours elsewhere.
+    """EFSDP of experts modules after :func:`expert_parallelize`: the library's where right, ours elsewhere.
 
-    mesh: shard axis over (efsdp, expert_cp), with a replicate axis before it or none; also of one rank. options: of
-    `fully_shard`. Afterwards every experts module is FSDP-managed and divides by dp * cp. Returns notes.
-    Raises ValueError if hook_modules or `custom` were asked for and EFSDP has to be ours.
+    Afterwards every experts module is FSDP-managed and divides by dp * cp.
+
+    Args:
+        model: that has them.
+        names: full names of the experts modules.
+        mesh: shard axis over (efsdp, expert_cp), with a replicate axis before it or none; also of one rank.
+        params: what the user set.
+        divide_factor: dp_size * cp_size.
+        num_local_experts: L.
+        options: of ``fully_shard``.
+
+    Returns:
+        Notes for the summary.
+
+    Raises:
+        ValueError: ``fsdp_implementation='custom'`` was asked for and EFSDP has to be ours, or the library wrapped
+            more than the experts, or lacks a field that a setting needs.
     """
     reason = why_own_efsdp(model, names, mesh, options)
     if reason is not None and params.fsdp_implementation == "custom":

@@ -82,10 +82,6 @@ def make_dispatcher(name, group, num_experts):
         dispatcher = mc2.Mc2Dispatcher(group, num_experts)
         dispatcher._device_type = "npu"
         return dispatcher
-    if name == "domino over eager":
-        from hf_fsdpturbo.dispatch.domino import DominoDispatcher
-
-        return DominoDispatcher(group, num_experts, exchange="eager")
     return get_dispatcher(name)(group, num_experts)
 
 
@@ -123,7 +119,7 @@ def mc2_everywhere():
         mc2.check_mc2 = before
 
 
-def compare(name, corner, module_name="qwen", frozen=False, in_pieces=False):
+def compare(name, corner, module_name="qwen", frozen=False):
     """Worst relative distance over output and gradients of this rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -147,11 +143,7 @@ def compare(name, corner, module_name="qwen", frozen=False, in_pieces=False):
     dispatcher = make_dispatcher(name, mesh.get_group(), num_experts)
     hidden, index, weights, gradient = inputs[rank]
     hidden, weights = hidden.requires_grad_(), weights.requires_grad_()
-    if in_pieces:
-        received, record = dispatcher.dispatch(hidden, index, weights)
-        out = dispatcher.combine(dispatcher.run(received, experts), record)
-    else:
-        out = dispatcher(hidden, index, weights, experts)
+    out = dispatcher(hidden, index, weights, experts)
     out.backward(gradient)
     pairs = [(out.detach(), want_out[mine])]
     if starts[-1]:
@@ -188,22 +180,15 @@ def test_corners_with_ascend_operators(world):
         assert max(results.values()) < TOLERANCE, results
 
 
-def _all_corners(name, module_name, frozen, in_pieces=False):
+def _all_corners(name, module_name, frozen):
     init_gloo()
-    return {corner: compare(name, corner, module_name, frozen, in_pieces) for corner in CORNERS}
+    return {corner: compare(name, corner, module_name, frozen) for corner in CORNERS}
 
 
-@pytest.mark.parametrize("name", ["eager", "fused", "domino", "domino over eager"])
+@pytest.mark.parametrize("name", ["eager", "fused", "domino"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_corners(name, world):
     for results in run_ranks(_all_corners, world, name, "qwen", False, timeout=90):
-        assert max(results.values()) < TOLERANCE, results
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_dispatch_run_combine(world):
-    """The three pieces of the protocol, used one by one, give what the call gives."""
-    for results in run_ranks(_all_corners, world, "fused", "qwen", False, True, timeout=90):
         assert max(results.values()) < TOLERANCE, results
 
 
@@ -213,7 +198,7 @@ def test_frozen_experts(name):
         assert max(results.values()) < TOLERANCE, results
 
 
-@pytest.mark.parametrize("name", ["eager", "fused", "domino", "domino over eager"])
+@pytest.mark.parametrize("name", ["eager", "fused", "domino"])
 def test_other_experts_run_their_own_forward(name):
     for results in run_ranks(_all_corners, 2, name, "gpt_oss", False, timeout=90):
         assert max(results.values()) < TOLERANCE, results

@@ -80,16 +80,12 @@ def _no_sorting_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results come back in the order of experts instead of tokens."""
     from hf_fsdpturbo.dispatch import eager
 
-    monkeypatch.setattr(eager.EagerDispatcher, "combine", _combine_unsorted)
+    monkeypatch.setattr(eager, "weigh_and_sum", _weigh_and_sum_unsorted)
 
 
-def _combine_unsorted(self, expert_output, record):
-    from hf_fsdpturbo.dispatch.row_exchange import all_to_all_rows
-
-    plan = record.plan
-    back = all_to_all_rows(expert_output, plan.send_splits, plan.receive_splits, self.group)
-    output = back.view(*record.top_k_weights.shape, -1)
-    return (output * record.top_k_weights.unsqueeze(-1)).sum(1)
+def _weigh_and_sum_unsorted(output_ND, order_N, top_k_weights, dtype):
+    output = output_ND.view(*top_k_weights.shape, -1)
+    return (output * top_k_weights.unsqueeze(-1)).sum(1).to(dtype)
 
 
 def _efsdp_cuts_the_output_dim(monkeypatch: pytest.MonkeyPatch) -> None:

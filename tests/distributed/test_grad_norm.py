@@ -77,7 +77,8 @@ def measure(put_back: str | None = None) -> dict:
             norm = grad_norm.clip_grad_norm_(model, 0.75, norm_type)
             clipped = {n: whole(p.grad) for n, p in model.named_parameters()} if put_back is None else {}
             set_gradients(model, {"expert": -3.0, "dense": 2.0, "free": 5.0})
-            paper = {k: float(v) for k, v in grad_norm.group_norms(model, norm_type).items()}
+            groups = grad_norm.parameter_groups(model)
+            paper = {k: float(v) for k, v in grad_norm.clip_groups_(groups, math.inf, norm_type).items()}
             paper["total"] = float(grad_norm.clip_grad_norm_(model, math.inf, norm_type))
             unclipped = {n: float(whole(p.grad).abs().max()) for n, p in model.named_parameters()}
             result[layout, norm_type] = (float(norm), clipped, paper, unclipped)

@@ -23,7 +23,6 @@ def test_what_is_said_about_the_installed_torch_is_true():
     assert callable(getattr(FSDPModule, compat.gradient_divide_factor_method()))
     names = {
         "set_force_sum_reduction_for_comms": compat.has_force_sum_reduction(),
-        "set_reduce_scatter_unused_params": compat.has_unused_param_reduction(),
     }
     for name, said in names.items():
         assert hasattr(FSDPModule, name) == said, name
@@ -34,21 +33,20 @@ def test_what_is_said_about_the_installed_torch_is_true():
 
 # Read in the released wheels 2.7.1, 2.8.0, 2.9.1, 2.10.0 and 2.13.0; of 2.12.0 only the FSDPModule methods.
 @pytest.mark.parametrize(
-    ("minor", "method", "force_sum", "unused", "concatenate", "grouped", "on_cpu"),
+    ("minor", "method", "force_sum", "concatenate", "grouped", "on_cpu"),
     [
-        (7, "set_reduce_scatter_divide_factor", False, False, False, None, False),
-        (8, "set_gradient_divide_factor", True, False, False, "torch._grouped_mm", False),
-        (9, "set_gradient_divide_factor", True, False, False, "torch._grouped_mm", True),
-        (10, "set_gradient_divide_factor", True, False, True, "torch.nn.functional.grouped_mm", True),
-        (12, "set_gradient_divide_factor", True, False, True, "torch.nn.functional.grouped_mm", True),
-        (13, "set_gradient_divide_factor", True, True, True, "torch.nn.functional.grouped_mm", True),
+        (7, "set_reduce_scatter_divide_factor", False, False, None, False),
+        (8, "set_gradient_divide_factor", True, False, "torch._grouped_mm", False),
+        (9, "set_gradient_divide_factor", True, False, "torch._grouped_mm", True),
+        (10, "set_gradient_divide_factor", True, True, "torch.nn.functional.grouped_mm", True),
+        (12, "set_gradient_divide_factor", True, True, "torch.nn.functional.grouped_mm", True),
+        (13, "set_gradient_divide_factor", True, True, "torch.nn.functional.grouped_mm", True),
     ],
 )
-def test_torch_releases(monkeypatch, minor, method, force_sum, unused, concatenate, grouped, on_cpu):
+def test_torch_releases(monkeypatch, minor, method, force_sum, concatenate, grouped, on_cpu):
     on_torch(monkeypatch, 2, minor)
     assert compat.gradient_divide_factor_method() == method
     assert compat.has_force_sum_reduction() is force_sum
-    assert compat.has_unused_param_reduction() is unused
     assert compat.has_mesh_concatenate() is concatenate
     assert compat.grouped_mm_path() == grouped
     assert compat.has_cpu_grouped_mm() is on_cpu
