@@ -23,8 +23,8 @@ from torch import Tensor
 class GatheredRows:
     """Stands in for both gather methods of an accelerator, from :meth:`install` on.
 
-    ``gather_for_metrics`` returns each data rank's rows once; ``gather`` does so in evaluations, and is accelerate's own
-    outside (token counts in training need all ranks).
+    ``gather_for_metrics`` returns each data rank's rows once; ``gather`` does so in evaluations, outside it is
+    accelerate's own (token counts in training need all ranks).
 
     Args:
         accelerator: whose methods are replaced.
