@@ -36,6 +36,51 @@ def test_loader_calls_our_seam_before_weights_load():
     assert "if distributed_config is not None:" in text[:call]
 
 
+def test_loader_calls_the_function_that_rank_0_stands_in_for():
+    """``weights_from_rank0`` replaces it by name, takes its arguments by position, and returns its two results."""
+    from transformers import PreTrainedModel
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    loader = PreTrainedModel.__dict__["_load_pretrained_model"]
+    assert isinstance(loader, staticmethod)
+    assert arguments(loader) == ["model", "state_dict", "checkpoint_files", "load_config", "expected_keys"]
+    text = source(PreTrainedModel.from_pretrained)
+    assert "loading_info, disk_offload_index = cls._load_pretrained_model(" in text
+    assert "weight_mapping" in LoadStateDictConfig.__dataclass_fields__
+
+
+def test_fields_of_the_loading_report():
+    """All six, in upstream's order: a seventh, or one renamed, would leave rank 0's report half filled."""
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    fields = {name: field.type for name, field in LoadStateDictInfo.__dataclass_fields__.items()}
+    assert list(fields) == [
+        "missing_keys",
+        "unexpected_keys",
+        "mismatched_keys",
+        "error_msgs",
+        "conversion_errors",
+        "skipped_pp_keys",
+    ]
+    assert [str(getattr(kind, "__origin__", kind).__name__) for kind in fields.values()] == [
+        "set", "set", "set", "list", "dict", "set",
+    ]  # fmt: skip
+
+
+def test_generate_asks_whether_fsdp_manages_the_model(monkeypatch):
+    """Then all ranks generate until the last one is done; without it one rank leaves the others waiting."""
+    from transformers.generation import utils
+
+    model = tiny_model("qwen3_moe")
+    assert not utils.is_fsdp_managed_module(model)
+    model._is_fsdp_managed_module = True
+    assert utils.is_fsdp_managed_module(model)
+    asked = []
+    monkeypatch.setattr(utils, "is_fsdp_managed_module", lambda module: asked.append(module))
+    model.generate(torch.tensor([[3, 4]]), max_new_tokens=1, do_sample=False)
+    assert asked == [model]
+
+
 def test_an_empty_distributed_config_distributes_nothing():
     from transformers.distributed import DistributedConfig
 
@@ -115,54 +160,7 @@ def test_dtype_plan_and_head_initialisation():
     assert arguments(PreTrainedModel._init_weights) == ["self", "module"]
 
 
-# Transformers: the trainer (trainer/)
-
-HOOKS = {
-    "create_accelerator_and_postprocess": ["self"],
-    "_move_model_to_device": ["self", "model", "device"],
-    "create_optimizer": ["self", "model"],
-    "_clip_grad_norm": ["self", "model"],
-    "_get_grad_norm": ["self", "model", "grad_norm"],
-    "get_tp_size": ["self"],
-    "get_cp_size": ["self"],
-    "save_model": ["self", "output_dir", "_internal_call"],
-    "_save": ["self", "output_dir", "state_dict"],
-    "_save_checkpoint": ["self", "model", "trial"],
-    "_save_optimizer_and_scheduler": ["self", "output_dir"],
-    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
-    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
-    "_load_best_model": ["self"],
-    "_get_output_dir": ["self", "trial"],
-    "_get_num_items_in_batch": ["self", "batch_samples", "device"],
-    "hyperparameter_search": None,
-}
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_trainer_hooks(hook: str):
-    from transformers import Trainer
-
-    found = arguments(getattr(Trainer, hook))
-    assert HOOKS[hook] is None or found == HOOKS[hook]
-
-
-def test_everything_our_trainer_overrides_exists_upstream():
-    """A hook that upstream renames would be dead code here; ours keep upstream's arguments."""
-    from transformers import Trainer
-
-    import hf_fsdpturbo
-
-    own = {"__init__"}
-    for ours in inspect.getmro(hf_fsdpturbo.FSDPTurboTrainer):
-        if not ours.__module__.startswith("hf_fsdpturbo"):
-            continue
-        for name, function in vars(ours).items():
-            theirs = getattr(Trainer, name, None)
-            if not inspect.isfunction(function) or theirs is None or name in own:
-                continue
-            variadic = {"args", "kwargs"} & set(arguments(function))
-            assert variadic or set(arguments(function)) <= set(arguments(theirs)), f"{ours.__name__}.{name}"
-
+# Transformers: the trainer (trainer/); its overrides are in test_trainer_contract.py
 
 def test_trainer_decides_by_these_attributes():
     from transformers import Trainer
@@ -182,34 +180,6 @@ def test_norm_is_asked_for_once_a_step():
     text = source(Trainer._run_epoch)
     assert "self._clip_grad_norm(model)" in text
     assert "self._get_grad_norm(model" in text
-
-
-# accelerate (trainer/mixin.py, parallel_state.py)
-
-
-def test_prepared_models_pass_through():
-    from accelerate import Accelerator
-
-    text = source(Accelerator.prepare_model)
-    assert "evaluation_mode" in arguments(Accelerator.prepare_model)
-    assert "_is_accelerate_prepared" in source(Accelerator.prepare) + text + source(Accelerator._prepare_one)
-
-
-def test_loader_reads_axis_names_of_the_state_mesh():
-    from accelerate import Accelerator, data_loader
-
-    text = source(data_loader.prepare_data_loader)
-    assert "torch_device_mesh" in arguments(data_loader.prepare_data_loader)
-    for axis in ('"dp_shard"', '"cp"', '"tp"'):
-        assert axis in text or axis.replace('"', "'") in text, axis
-    assert "state.device_mesh" in source(Accelerator.prepare_data_loader) or "torch_device_mesh" in source(Accelerator)
-
-
-def test_distributed_type_names():
-    from accelerate.utils import DistributedType
-
-    names = {member.name for member in DistributedType}
-    assert {"FSDP", "DEEPSPEED", "MEGATRON_LM", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU"} <= names
 
 
 # TRL (parallelize/build.py, trl.py)
