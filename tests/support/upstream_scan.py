@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "hf_fsdpturbo"
@@ -53,20 +54,25 @@ def _is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def _own_modules(tree: ast.Module) -> set[str]:
-    """Names under which a file imports modules or functions of this package."""
+def _imported(tree: ast.Module, wanted: Callable[[str], bool]) -> set[str]:
+    """Names under which a file has modules, classes or functions of the ``wanted`` modules."""
     return {
-        alias.asname or alias.name
+        alias.asname or alias.name.partition(".")[0]
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and not is_upstream(node.module or "hf_fsdpturbo")
+        if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
+        if wanted(node.module or "hf_fsdpturbo" if isinstance(node, ast.ImportFrom) else alias.name)
     }
+
+
+def is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "hf_fsdpturbo"
 
 
 def private_names(tree: ast.Module, own: set[str]) -> set[str]:
     """Private names of upstream that a file imports, reads, sets or spells in ``getattr`` and ``__dict__[...]``."""
     found = set()
-    ours = _own_modules(tree)
+    ours = _imported(tree, is_ours)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and is_upstream(node.module or "hf_fsdpturbo"):
             for alias in node.names:
@@ -87,12 +93,16 @@ def facts_read(tree: ast.Module) -> set[str]:
 
 
 def names_set(tree: ast.Module, own: set[str]) -> set[str]:
-    """Attributes that a file sets or deletes on something other than ``self``, autograd contexts apart."""
+    """Attributes that a file sets or deletes on something other than ``self``, autograd contexts apart.
+
+    On what is imported from upstream any name counts, on other objects those that no class of ours has.
+    """
     found = set()
+    upstream = _imported(tree, is_upstream)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
-            known = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "ctx")
-            if not known and node.attr not in own:
+            name = node.value.id if isinstance(node.value, ast.Name) else ""
+            if name in upstream or (name not in ("self", "cls", "ctx") and node.attr not in own):
                 found.add(node.attr)
     return found
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_fsdpturbo.code_facts import HiddenCode, HiddenCodeWarning, function_of, functions_of
+from hf_fsdpturbo.code_facts import HiddenCode, HiddenCodeWarning, forward_of, function_of, functions_of
 from hf_fsdpturbo.context_parallel.exactness import _names_its_window, _slides, attention_modules, check_model
+from hf_fsdpturbo.context_parallel.local_attention import EAGER
 from hf_fsdpturbo.context_parallel.sharded_head import install_sharded_head
 from hf_fsdpturbo.dispatch.recompute import find_routers
 from hf_fsdpturbo.kernels.rebinding import CONV, RECURRENT, ROTARY, RULE, linear_attention_layers, scope_of
@@ -75,6 +76,13 @@ def test_globals_of_linear_attention_and_rotary_embedding():
         rotary = [module for module in on_meta(family).modules() if scope_of(module, ROTARY) is not None]
         # DeepSeek calls its interleaved form under another name, chosen by the config
         assert len(rotary) == FACTS[family]["softmax"], family
+
+
+@pytest.mark.parametrize("family", FACTS)
+def test_eager_attention_of_a_family(family: str):
+    """Each file has its own, which knows the family's sinks and caps."""
+    for module in attention_modules(on_meta(family)).values():
+        assert callable(forward_of(module, "its file").__globals__[EAGER])
 
 
 def hiding(function):

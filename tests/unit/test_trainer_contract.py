@@ -151,6 +151,13 @@ def test_the_table_is_what_we_override():
     assert sorted(name for name in defined & upstream if not is_special(name)) == sorted(OVERRIDES)
 
 
+def test_one_class_holds_every_override():
+    """The others are doors: they put it in front of a trainer, and say what kind of scalars that one gathers."""
+    for owner in our_classes():
+        if owner is not hf_fsdpturbo.FSDPTurboTrainerMixin:
+            assert {name for name in vars(owner) if not is_special(name)} <= {"scalars_are_means"}, owner.__name__
+
+
 def test_our_overrides_take_what_upstream_passes():
     """By position and by name: ours are upstream's first arguments, and all of them or the rest as ``*args``."""
     for owner in our_classes():

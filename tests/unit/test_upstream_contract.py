@@ -160,6 +160,83 @@ def test_dtype_plan_and_head_initialisation():
     assert arguments(PreTrainedModel._init_weights) == ["self", "module"]
 
 
+def test_a_missing_file_can_be_asked_for_quietly(tmp_path):
+    """loading/files.py: None instead of an error."""
+    from transformers.utils import cached_file
+
+    raising = ("gated_repo", "missing_entries", "connection_errors")
+    quiet = {f"_raise_exceptions_for_{kind}": False for kind in raising}
+    assert cached_file(str(tmp_path), "nothing.json", local_files_only=True, **quiet) is None
+    with pytest.raises(OSError, match="nothing.json"):
+        cached_file(str(tmp_path), "nothing.json", local_files_only=True)
+    from transformers.utils.hub import cached_files
+
+    assert set(quiet) <= set(arguments(cached_files))
+
+
+def test_marks_of_filled_tensors():
+    """``_is_hf_initialized`` on a tensor keeps it from being drawn; on others it says that a checkpoint had them."""
+    model = tiny_model("qwen3_moe")
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.weight = nn.Parameter(torch.full_like(layer.weight, 7.0))
+    layer._is_hf_initialized = False
+    layer.weight._is_hf_initialized = True
+    model._initialize_weights(layer)
+    assert (layer.weight == 7.0).all()
+    layer._is_hf_initialized = layer.weight._is_hf_initialized = False
+    model._initialize_weights(layer)
+    assert not (layer.weight == 7.0).any()
+
+
+def test_private_records_of_models_and_configs(tiny):
+    from transformers import AutoConfig, PreTrainedModel, TrainingArguments
+    from transformers.distributed import mixin
+
+    path = tiny("qwen3_moe")
+    config = AutoConfig.from_pretrained(path, attn_implementation="eager")
+    assert config._name_or_path == str(path)
+    assert config._attn_implementation == "eager"
+    assert PreTrainedModel._keys_to_ignore_on_save is None
+    assert "_keys_to_ignore_on_save" in source(PreTrainedModel.save_pretrained)
+    assert "model._device_mesh = " in source(mixin)
+    assert "self._n_gpu = " in source(TrainingArguments)
+
+
+def test_conversions_keep_their_original_patterns():
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    for conversion in get_model_conversion_mapping(tiny_model("qwen3_moe")):
+        assert conversion._original_source_patterns
+        assert conversion._original_target_patterns
+
+
+def test_checkpointing_is_switched_on_through_the_instance():
+    """dispatch/recompute.py puts its own method on the instance, and wraps the function that it is given."""
+    model = tiny_model("qwen3_moe")
+    found = arguments(model._set_gradient_checkpointing)
+    assert found == ["enable", "gradient_checkpointing_func", "every_n_layers"]
+    seen = []
+    model._set_gradient_checkpointing = lambda enable=True, **kwargs: seen.append(enable)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_disable()
+    assert seen == [True, False]
+
+
+def test_arguments_of_flash_attention():
+    """context_parallel/local_attention.py calls it with these; flash kernels do not run here."""
+    from transformers.integrations.flash_attention import get_target_dtype
+    from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+    found = inspect.signature(_flash_attention_forward).parameters
+    assert list(found)[:4] == ["query_states", "key_states", "value_states", "attention_mask"]
+    by_name = {"query_length", "is_causal", "dropout", "softmax_scale", "sliding_window", "softcap"}
+    by_name |= {"use_top_left_mask", "target_dtype", "attn_implementation", "s_aux"}
+    by_name |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    rest = {name for name, parameter in found.items() if parameter.kind is parameter.VAR_KEYWORD}
+    assert by_name - set(found) <= ({"s_aux"} if rest else set())
+    assert arguments(get_target_dtype) == ["query", "module"]
+
+
 # Transformers: the trainer (trainer/); its overrides are in test_trainer_contract.py
 
 def test_trainer_decides_by_these_attributes():
