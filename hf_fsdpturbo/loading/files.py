@@ -41,8 +41,11 @@ def cached_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tupl
     from transformers.utils import cached_file
 
     where = {name: from_pretrained_kwargs[name] for name in WHERE if from_pretrained_kwargs.get(name)}
-    raising = ("gated_repo", "missing_entries", "connection_errors")
-    quiet: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in raising}
+    quiet: dict[str, Any] = {
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
     for name in () if _other_format(from_pretrained_kwargs) else (SINGLE, INDEX):
         found = cached_file(path, name, local_files_only=True, **where, **quiet)
         if found is not None:

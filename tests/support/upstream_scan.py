@@ -108,7 +108,7 @@ def names_set(tree: ast.Module, own: set[str]) -> set[str]:
 
 
 def mentions(tree: ast.AST) -> set[str]:
-    """Every identifier of a file: names, attributes, arguments, imported names, definitions, words of short strings."""
+    """Every identifier of a file: names, attributes, arguments, imports, definitions, and strings without a space."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):

@@ -164,8 +164,11 @@ def test_a_missing_file_can_be_asked_for_quietly(tmp_path):
     """loading/files.py: None instead of an error."""
     from transformers.utils import cached_file
 
-    raising = ("gated_repo", "missing_entries", "connection_errors")
-    quiet = {f"_raise_exceptions_for_{kind}": False for kind in raising}
+    quiet = {
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
     assert cached_file(str(tmp_path), "nothing.json", local_files_only=True, **quiet) is None
     with pytest.raises(OSError, match="nothing.json"):
         cached_file(str(tmp_path), "nothing.json", local_files_only=True)
