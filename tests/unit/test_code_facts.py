@@ -226,4 +226,3 @@ def test_the_fused_head_behind_a_decorator():
     model.forward = hiding(fused)
     with pytest.raises(HiddenCode, match="fused LM head"):
         install_sharded_head(model)
-

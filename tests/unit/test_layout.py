@@ -145,7 +145,13 @@ def test_a_face_holds_no_logic(face: str):
     assert logic(SOURCES[face]) == []
 
 
-LOGIC = ["def read():\n    pass", "TABLE = {}", "for x in ():\n    pass", "if True:\n    import os", "class A:\n    pass"]
+LOGIC = [
+    "def read():\n    pass",
+    "TABLE = {}",
+    "for x in ():\n    pass",
+    "if True:\n    import os",
+    "class A:\n    pass",
+]
 
 
 @pytest.mark.parametrize("code", LOGIC)
