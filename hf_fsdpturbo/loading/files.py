@@ -15,6 +15,12 @@ WHERE = ("revision", "subfolder", "cache_dir", "token")
 OTHER_FORMATS = ("gguf_file", "variant", "state_dict", "transformers_weights")
 """Keywords with which it reads other files than these two; what is wrong with those is left to Transformers."""
 
+DTYPES = frozenset(
+    "BOOL U8 U16 U32 U64 I8 I16 I32 I64 F16 BF16 F32 F64 C64 F4 F6_E2M3 F6_E3M2 F8_E4M3 F8_E4M3FNUZ F8_E5M2 "
+    "F8_E5M2FNUZ F8_E8M0".split()
+)
+"""What a safetensors header may say of a tensor's dtype."""
+
 # Note [When a checkpoint's files are looked at]
 # A local directory before the model is built. A Hub id after that, when Transformers has resolved its revision and
 # downloaded what it lacked: an old snapshot in the cache says nothing about the one that will be read.
