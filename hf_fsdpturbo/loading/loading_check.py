@@ -78,6 +78,8 @@ def _check_conversion(
     model: nn.Module, conversion: Conversion, found: SourceMap, sources: _Sources, mode: str, proven: set[Any]
 ) -> None:
     targets = targets_of(model, conversion)
+    if not targets:
+        return
     read, known = reader(sources, found.dtypes[conversion.name]), found.sources_of(conversion)
     wanted = {name: Target(tuple(tensor.shape), tensor.dtype) for name, tensor in targets.items()}
     boxes = {name: local_box(tensor) for name, tensor in targets.items()}

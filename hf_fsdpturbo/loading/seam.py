@@ -14,13 +14,14 @@ from hf_fsdpturbo.loading.files import cached_headers, local_headers
 from hf_fsdpturbo.loading.headers import Headers, check_headers
 from hf_fsdpturbo.loading.heads import (
     FRESH_HEADS,
+    REPLACED_HEAD,
     draw_heads_whole,
     report_fresh_heads,
     same_random_state,
 )
 from hf_fsdpturbo.loading.host_memory import freed_at_once
 from hf_fsdpturbo.loading.loading_check import check_loaded
-from hf_fsdpturbo.loading.source_map import SourceMap, report_unused
+from hf_fsdpturbo.loading.source_map import SourceMap
 from hf_fsdpturbo.loading.whole_sources import exact_conversions
 from hf_fsdpturbo.ranks import raised_on_every_rank
 from hf_fsdpturbo.shards import own_storage
@@ -73,8 +74,8 @@ def load_sharded(
         from_pretrained_kwargs: passed on (``dtype``, ``attn_implementation``, ...).
 
     Raises:
-        ValueError: a checkpoint file is missing, truncated or not safetensors; keys are missing or of a wrong shape; a
-            conversion fails; what was loaded is not what the files hold. Raised on every rank.
+        ValueError: a checkpoint file is missing, truncated or not safetensors; keys are missing, unexpected or of a
+            wrong shape; a conversion fails; what was loaded is not what the files hold. Raised on every rank.
     """
     from transformers.distributed import DistributedConfig
 
@@ -103,7 +104,6 @@ def load_sharded(
             check_loaded(model, found, *there, check_loading)
     del model._init_weights
     report_fresh_heads(path, fresh_heads)
-    report_unused(path, found, fresh_heads)
     return model
 
 
@@ -123,27 +123,25 @@ def load_whole(
         check_headers(cast(Any, model), *(there or cached_headers(path, from_pretrained_kwargs)))
         return model
 
-    kwargs, found = {**from_pretrained_kwargs, "device_map": None}, SourceMap()
-    with sharding_during_load(check), exact_conversions(torch.device("cpu"), found):
+    kwargs = {**from_pretrained_kwargs, "device_map": None}
+    with sharding_during_load(check):
         model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
-    fresh_heads = check_loading_info(path, info)
-    report_fresh_heads(path, fresh_heads)
-    report_unused(path, found, fresh_heads)
+    report_fresh_heads(path, check_loading_info(path, info))
     return model
 
 
 def check_loading_info(path: str, info: dict[str, Any]) -> list[str]:
     """Turn what Transformers only logs into errors; returns the fresh task-head keys.
 
-    Keys that the model class does not use are no fault: :func:`report_unused` lists them.
-
     Raises:
-        ValueError: missing or mismatched keys.
+        ValueError: missing, unexpected or mismatched keys.
     """
     missing = sorted(str(key) for key in info.get("missing_keys", ()))
     fresh = [key for key in missing if key.startswith(FRESH_HEADS)]
+    unexpected = sorted(str(key) for key in info.get("unexpected_keys", ()))
     faults = {
         "missing": [key for key in missing if key not in fresh],
+        "unexpected": [key for key in unexpected if not (fresh and key.startswith(REPLACED_HEAD))],
         "of another shape": sorted(str(key) for key in info.get("mismatched_keys", ())),
         "unreadable": sorted(str(message) for message in info.get("error_msgs", ())),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_fsdpturbo.loading.conversions import Conversion, Shape
-from hf_fsdpturbo.loading.heads import REPLACED_HEAD
-from hf_fsdpturbo.ranks import rank
 
 
 @dataclass
@@ -23,13 +21,11 @@ class SourceMap:
         conversions: by (first) target.
         dtypes: first target -> what its sources are converted to before anything else, as Transformers does.
         shapes: of every source that is used.
-        unused: keys that belong to no parameter of the model class.
     """
 
     conversions: dict[str, Conversion] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     shapes: dict[str, Shape] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
 
     def sources_of(self, conversion: Conversion) -> dict[str, Shape]:
         """Shapes of one conversion's sources."""
@@ -56,9 +52,8 @@ def map_sources(found: SourceMap, model: nn.Module, sources: Mapping[str, Any], 
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:
             name, pattern = rename_source_key(key, [], [], prefix, wanted)
-        if name not in wanted:
-            found.unused.append(key)
-            continue
+        if not isinstance(wanted.get(name), Tensor):
+            continue  # the class has no place for it, or it is a module's extra state
         conversion = found.conversions.get(name)
         if conversion is None:
             rule = by_pattern[pattern] if pattern is not None else None
@@ -93,30 +88,3 @@ def _dtype(name: str, target: Tensor, load_config: Any) -> torch.dtype:
         if match is not None and match.lastgroup is not None:
             return load_config.dtype_plan[plan[match.lastgroup]]
     return target.dtype
-
-
-def report_unused(path: str, found: SourceMap, fresh_heads: Iterable[str]) -> None:
-    """Say once, on rank 0, which tensors of a checkpoint the model class has no place for.
-
-    Args:
-        fresh_heads: task heads that take the place of the checkpoint's own head, which is then not named.
-    """
-    unused = [key for key in found.unused if not (fresh_heads and key.startswith(REPLACED_HEAD))]
-    if unused and rank() == 0:
-        names = ", ".join(f"{name} ({number})" for name, number in by_module(unused).items())
-        print(
-            f"[hf_fsdpturbo] {path} has {len(unused)} tensors that the model class does not use, neither trained nor "
-            f"saved by this run: {names}.",
-            flush=True,
-        )
-
-
-def by_module(keys: Iterable[str]) -> dict[str, int]:
-    """Keys in few words: their names up to the first number, or the whole name -> how many there are."""
-    counted: dict[str, int] = {}
-    for key in keys:
-        parts = key.split(".")
-        number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
-        name = key if number is None else ".".join(parts[: number + 1]) + ".*"
-        counted[name] = counted.get(name, 0) + 1
-    return counted

@@ -105,10 +105,6 @@ def test_what_transformers_logs_is_an_error(info: dict, parts: tuple[str, ...]):
         assert part in str(caught.value)
 
 
-def test_keys_that_the_class_does_not_use_are_no_fault():
-    assert seam.check_loading_info("p", {**REPORT, "unexpected_keys": {"mtp.fc.weight"}}) == []
-
-
 def test_a_fresh_task_head_is_fine():
     report = {**REPORT, "missing_keys": {"score.weight"}, "unexpected_keys": {"lm_head.weight"}}
     assert seam.check_loading_info("p", report) == ["score.weight"]
