@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from hf_fsdpturbo.loading.conversions import Conversion, Region, Shape, free_dims, joined_dim, stacked
 from hf_fsdpturbo.loading.headers import Headers
 from hf_fsdpturbo.loading.source_map import SourceMap
-from hf_fsdpturbo.loading.whole_sources import Target, convert, reader, shapes, targets_of
+from hf_fsdpturbo.loading.whole_sources import Target, convert, reader, region_shape, shapes, targets_of
 from hf_fsdpturbo.shards import Box, local_box, local_tensor
 
 FEW = 64
 """Elements of a row that are compared."""
+MANY = 2**20
+"""Elements of a sample (a conversion touches whole dims) of which one is enough."""
 PROVEN_SIZE = 3
 """Size of a dim on which a conversion is shown to leave elements alone."""
 
@@ -123,9 +125,10 @@ def _same(target: Tensor, box: Box, made: Tensor, region: Region) -> bool:
 
 
 def sample_regions(free: frozenset[int], boxes: list[Box]) -> list[Region]:
-    """First, middle and last rows of this rank along the free dims, a few elements along the last of them.
+    """First, middle and last rows of this rank along the free dims, a few elements of the last dim.
 
-    Dims along which the targets are placed differently stay whole. Without an element there is nothing to compare.
+    Only the first of them where the other dims make them large. Dims along which the targets are placed differently
+    stay whole. Without an element there is nothing to compare.
     """
     if not boxes or any(0 in box.shape for box in boxes):
         return []
@@ -137,12 +140,12 @@ def sample_regions(free: frozenset[int], boxes: list[Box]) -> list[Region]:
     for part in (0.0, 0.5, 1.0):
         region: Region = {}
         for dim in alike:
-            size = min(first.shape[dim], FEW if dim == alike[-1] else 1)
+            size = min(first.shape[dim], FEW if dim == len(first.shape) - 1 else 1)
             start = first.offset[dim] + int(part * (first.shape[dim] - size))
             region[dim] = (start, start + size)
         if region not in regions:
             regions.append(region)
-    return regions
+    return regions[:1] if _count(region_shape(first.shape, regions[0])) > MANY else regions
 
 
 def leaves_alone(

@@ -59,7 +59,7 @@ def test_a_wrong_tensor_is_named_with_its_conversion_and_file(tiny, name: str):
 
 
 def test_samples_lie_in_this_ranks_part():
-    """First, middle and last rows, a few elements of the last dim; none where the part is empty."""
+    """First, middle and last rows, a few elements of the last dim; one where it is large, none where there is none."""
     box = Box((4, 0, 100), (4, 6, 200))
     assert sample_regions(frozenset({0, 2}), [box]) == [
         {0: (4, 5), 2: (100, 164)},
@@ -67,6 +67,8 @@ def test_samples_lie_in_this_ranks_part():
         {0: (7, 8), 2: (236, 300)},
     ]
     assert sample_regions(frozenset(), [box]) == [{}]
+    assert sample_regions(frozenset({0}), [Box((4, 0, 0), (4, 2048, 2048))]) == [{0: (4, 5)}]
+    assert len(sample_regions(frozenset({0}), [Box((128, 0, 0), (128, 2, 2))])) == 3
     assert sample_regions(frozenset({0, 2}), [box, Box((0, 0, 100), (4, 6, 200))])[0] == {2: (100, 164)}
     assert sample_regions(frozenset({0}), [Box((5, 0), (0, 3))]) == []
 
