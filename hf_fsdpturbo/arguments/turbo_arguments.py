@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdpturbo import launch_config
-from hf_fsdpturbo.arguments.defaults import UnsetDict, UnsetInt, is_given
+from hf_fsdpturbo.arguments.defaults import UnsetDict, UnsetInt, UnsetStr, is_given
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, InitParams, KernelParams
 from hf_fsdpturbo.arguments.sources import (
     DEFAULT,
@@ -107,6 +107,10 @@ class FSDPTurboArguments:
     init_config: dict | str | None = field(
         default_factory=lambda: UnsetDict(name="init_on_meta"),
         metadata={"help": "How weights are read: name init_on_meta, init_on_rank0 or init_on_default."},
+    )
+    check_loading: str = field(
+        default=UnsetStr("sample"),
+        metadata={"help": "What is compared with the checkpoint's files after loading: sample, full or off."},
     )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_fsdpturbo.loading.dtypes import keep_float32
 from hf_fsdpturbo.loading.files import cached_headers, local_headers
-from hf_fsdpturbo.loading.headers import check_headers
+from hf_fsdpturbo.loading.headers import Headers, check_headers
 from hf_fsdpturbo.loading.heads import (
     FRESH_HEADS,
     REPLACED_HEAD,
@@ -20,6 +20,9 @@ from hf_fsdpturbo.loading.heads import (
     same_random_state,
 )
 from hf_fsdpturbo.loading.host_memory import freed_at_once
+from hf_fsdpturbo.loading.loading_check import check_loaded
+from hf_fsdpturbo.loading.source_map import SourceMap
+from hf_fsdpturbo.loading.whole_sources import exact_conversions
 from hf_fsdpturbo.ranks import raised_on_every_rank
 from hf_fsdpturbo.shards import own_storage
 
@@ -57,6 +60,7 @@ def load_sharded(
     shard: Callable[[nn.Module], nn.Module],
     *,
     device: torch.device,
+    check_loading: str = "sample",
     **from_pretrained_kwargs: Any,
 ) -> nn.Module:
     """Build and load a model that is sharded by ``shard`` before its weights are read.
@@ -66,19 +70,24 @@ def load_sharded(
         build: a ``from_pretrained`` (or something that calls one with the keywords it gets).
         shard: shards a model on meta in place and returns it.
         device: where shards and non-persistent buffers live.
+        check_loading: how much is compared with the files afterwards: ``sample``, ``full`` or ``off``.
         from_pretrained_kwargs: passed on (``dtype``, ``attn_implementation``, ...).
 
     Raises:
         ValueError: a checkpoint file is missing, truncated or not safetensors; keys are missing, unexpected or of a
-            wrong shape. Raised on every rank.
+            wrong shape; a conversion fails; what was loaded is not what the files hold. Raised on every rank.
     """
     from transformers.distributed import DistributedConfig
 
     kwargs = dict(from_pretrained_kwargs)
     kwargs["device_map"] = None if device.type == "cpu" else {"": device}
+    found = SourceMap()
+    there: tuple[str, Headers] | None = None
 
     def shard_on_meta(model: nn.Module) -> nn.Module:
-        check_headers(cast(Any, model), *(there or cached_headers(path, from_pretrained_kwargs)))
+        nonlocal there
+        there = there or cached_headers(path, from_pretrained_kwargs)
+        check_headers(cast(Any, model), *there)
         keep_float32(model)
         with same_random_state(device):
             model = shard(model)
@@ -87,10 +96,12 @@ def load_sharded(
 
     with freed_at_once(), raised_on_every_rank(f"loading {path}"):
         there = local_headers(path, from_pretrained_kwargs)
-        with sharding_during_load(shard_on_meta):
+        with sharding_during_load(shard_on_meta), exact_conversions(device, found):
             model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
         fresh_heads = check_loading_info(path, info)
         own_storage(model)
+        if there is not None:
+            check_loaded(model, found, *there, check_loading)
     del model._init_weights
     report_fresh_heads(path, fresh_heads)
     return model

@@ -237,6 +237,27 @@ def test_cp_mode_has_one_value(build):
     raises_naming(lambda: build(cp_mode="ring"), "cp_mode", "'ring'", "ulysses")
 
 
+@pytest.mark.parametrize("value", ["some", True, 1, ""])
+def test_check_loading_has_three_values(build, value):
+    raises_naming(lambda: build(check_loading=value), "check_loading", repr(value), "sample", "full", "off")
+
+
+def test_check_loading_comes_from_every_source(build, accelerate_yaml, monkeypatch):
+    """YAML reads a bare off as false."""
+    assert build().check_loading == "sample"
+    accelerate_yaml({"check_loading": False})
+    assert build().check_loading == "off"
+    monkeypatch.setenv("FSDPTURBO_CHECK_LOADING", "full")
+    assert build().check_loading == "full"
+    assert build(check_loading="sample").check_loading == "sample"
+    assert build(check_loading=False).check_loading == "off"
+    (parsed,) = HfArgumentParser(FSDPTurboTrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", "x", "--use_cpu", "true", "--check_loading", "off"]
+    )
+    assert parsed.check_loading == "off"
+    assert dataclasses.replace(parsed).check_loading == "off"
+
+
 # ---- kernel_config and init_config ----
 
 

@@ -97,6 +97,69 @@ def test_loader_reads_slices_of_dtensors():
     assert "DtensorShardOperation(empty_param)" in source(convert_and_load_state_dict_in_model)
 
 
+def test_loader_converts_and_loads_in_one_function():
+    """whole_sources.py wraps it in modeling_utils, and sets and converts as it does."""
+    from transformers import core_model_loading, modeling_utils
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    load = modeling_utils.convert_and_load_state_dict_in_model
+    assert load is core_model_loading.convert_and_load_state_dict_in_model
+    assert arguments(load) == ["model", "state_dict", "load_config", "disk_offload_index"]
+    text = source(modeling_utils.PreTrainedModel._load_pretrained_model)
+    assert "loading_info, disk_offload_index = convert_and_load_state_dict_in_model(" in text
+    assert arguments(core_model_loading.set_param_for_module) == [
+        "model", "target_name", "param_value", "loading_info", "hf_quantizer",
+    ]  # fmt: skip
+    assert {"missing_keys", "unexpected_keys", "mismatched_keys"} <= set(LoadStateDictInfo.__dataclass_fields__)
+    wanted = {"weight_mapping", "dtype_plan", "hf_quantizer"}
+    assert wanted <= set(modeling_utils.LoadStateDictConfig.__dataclass_fields__)
+
+
+def test_loader_names_sources_as_source_map_does():
+    """source_map.py repeats these lines: order, two tries at a name, one converter a target, dtype of sources."""
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+
+    text = source(convert_and_load_state_dict_in_model)
+    for line in (
+        "pattern_to_converter = {k: converter for converter in converters for k in converter.source_patterns}",
+        "state_dict = sorted(state_dict.items(), key=lambda kv: dot_natural_key(kv[0]))",
+        "if renamed_key not in meta_model_state_dict and original_key in meta_model_state_dict:",
+        "new_converter = deepcopy(pattern_to_converter[source_pattern])",
+        "_dtype = dtype_plan[dtype_policy_by_group_name[matched_dtype_pattern.lastgroup]]",
+        "_dtype = empty_param.dtype",
+        "renamed_key.replace(mapping.target_patterns[0], k)",
+    ):
+        assert line in text, line
+
+
+def test_converters_take_sources_that_are_read_late():
+    """whole_sources.py gives them callables, a model that shows other shapes, and a config."""
+    from transformers.core_model_loading import Split, WeightConverter
+
+    assert arguments(WeightConverter.add_tensor) == ["self", "target_key", "source_key", "source_pattern", "future"]
+    assert arguments(WeightConverter.convert)[:4] == ["self", "layer_name", "model", "config"]
+    converter = WeightConverter("qk", ["q", "k"], operations=[Split(0)])
+    converter.add_tensor("a.q", "a.qk", "qk", lambda: torch.arange(3))
+
+    class Shown:
+        def get_parameter(self, name: str) -> torch.Tensor:
+            return {"a.q": torch.empty(2), "a.k": torch.empty(1)}[name]
+
+    made = converter.convert("a.q", model=Shown(), config=None)
+    assert {name: value.tolist() for name, value in made.items()} == {"a.q": [0, 1], "a.k": [2]}
+
+
+def test_operations_hold_the_dims_that_the_list_of_conversions_names():
+    from transformers import core_model_loading
+
+    from hf_fsdpturbo.loading.conversions import STACKS, TOUCHED
+
+    for name, places in TOUCHED.items():
+        kind = getattr(core_model_loading, name)
+        attributes = [place for place in (*places, STACKS.get(name)) if isinstance(place, str)]
+        assert all(isinstance(getattr(kind(), attribute), int) for attribute in attributes), name
+
+
 def test_loading_report_keys(tiny):
     """``output_loading_info`` gives the four lists that check_loading_info turns into errors."""
     from transformers import AutoModelForCausalLM
