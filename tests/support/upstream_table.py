@@ -102,6 +102,14 @@ REPLACED = (
         "from_pretrained takes a source of tensors, or init_on_rank0 goes",
     ),
     Row(
+        "transformers.modeling_utils.convert_and_load_state_dict_in_model",
+        "replace",
+        ("loading/whole_sources.py",),
+        "conversions that slices would scramble are kept from Transformers' loader and done here; for one call",
+        f"{CONTRACT}::test_loader_converts_and_loads_in_one_function",
+        "Transformers converts whole sources of sharded parameters itself",
+    ),
+    Row(
         "transformers.PreTrainedModel._init_weights",
         "replace",
         ("loading/heads.py", "loading/seam.py"),
