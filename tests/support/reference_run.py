@@ -231,7 +231,7 @@ def merge_batches(records: list[Record]) -> list[Batch]:
 def sharded_and_reference(
     runs: dict[str, Run], world_size: int, *, cp_size: int = 1, timeout: float = 120, yardstick: Collection[str] = ()
 ) -> dict[str, tuple[Record, Record, Record | None]]:
-    """Do all runs on ``world_size`` ranks in one spawn, then their references in one plain process.
+    """Do all runs on ``world_size`` ranks in one spawn, then their references, each in one plain process.
 
     Args:
         runs: by name.
@@ -244,7 +244,7 @@ def sharded_and_reference(
         by name: rank 0's record, the reference, the second reference or None. All ranks' batches are in the first
         one's ``extra["ranks"]``.
     """
-    from tests.support.spawn import run_plain, run_ranks
+    from tests.support.spawn import run_plain_jobs, run_ranks
 
     by_rank = run_ranks(run_turbo_all, world_size, list(runs.values()), timeout=timeout)
     jobs, others = [], {}
@@ -255,7 +255,7 @@ def sharded_and_reference(
         if name in yardstick:
             eager = replace(run, model_kwargs={**run.model_kwargs, "experts_implementation": "eager"})
             others[name] = (eager, world_size // cp_size, batches)
-    references = run_plain(run_references, [*jobs, *others.values()], timeout=timeout)
+    references = run_plain_jobs(run_references, [*jobs, *others.values()], timeout=timeout)
     seconds = dict(zip(others, references[len(jobs) :], strict=True))
     result = {}
     for index, name in enumerate(runs):
