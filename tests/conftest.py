@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 
@@ -19,12 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         from tests.support.spawn import start_fork_server
 
         start_fork_server()
-
-
-def pytest_collection_finish() -> None:
-    """What the imports made lives as long as we do: a collection need not visit it (0.3 s each time)."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")
