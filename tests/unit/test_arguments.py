@@ -119,7 +119,7 @@ def test_field_defaults_match_the_table_that_merging_uses():
 def test_importing_the_arguments_imports_no_heavy_package():
     code = (
         "import sys, hf_fsdpturbo.arguments as a; print([m for m in ('torch', 'transformers', 'trl', 'accelerate') "
-        "if m in sys.modules]); a.FSDPTurboTrainingArguments"
+        "if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
     assert out.strip() == "[]"
