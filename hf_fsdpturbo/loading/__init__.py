@@ -1,4 +1,4 @@
-"""Loading: every rank reads its own slices of a checkpoint while `from_pretrained` builds the model.
+"""Loading: every rank reads its own slices of a checkpoint while ``from_pretrained`` builds the model.
 
     seam.py          the loader seam: shard on meta, then let Transformers read slices
     source_map.py    which tensor goes where; conversions.py what may be done to a part of one

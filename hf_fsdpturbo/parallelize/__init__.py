@@ -1,4 +1,4 @@
-"""From a model to a sharded model: `order.py` knows the order, `build.py` the doors.
+"""From a model to a sharded model: ``order.py`` knows the order, ``build.py`` the doors.
 
     build.py            from a path or a model object to a sharded model, through the doors of TRL and Transformers
     order.py            kernels, context parallelism, experts, EFSDP, outer FSDP2, in this order

@@ -1,4 +1,4 @@
-"""`Saving`: checkpoints and Hub files of one trainer, written in staging and committed by one rename."""
+"""``Saving``: checkpoints and Hub files of one trainer, written in staging and committed by one rename."""
 
 from __future__ import annotations
 
@@ -152,8 +152,10 @@ class Saving:
             agree(background.wait(), "saving in the background")
 
     def abandon(self) -> None:
-        """This rank leaves with an error of its own: its files are written, but no other rank, which may never come,
-        is asked."""
+        """This rank leaves with an error of its own: its files are written, but no other rank is asked.
+
+        None may ever come.
+        """
         background, self.background = self.background, None
         if background is not None:
             background.wait()

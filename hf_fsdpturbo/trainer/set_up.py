@@ -1,4 +1,4 @@
-"""`SetUp`: what happens round a parent trainer's ``__init__``: meshes, sharded models, warm-up, a summary."""
+"""``SetUp``: what happens round a parent trainer's ``__init__``: meshes, sharded models, warm-up, a summary."""
 
 from __future__ import annotations
 
