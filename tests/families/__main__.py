@@ -24,7 +24,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--part", default="1/1", help="i/n: the i-th of n parts of the list, for short runs")
     parser.add_argument("--record", type=Path, default=records.RECORD, help="JSON that the results are merged into")
     parser.add_argument("--markdown", type=Path, help="write the page of the whole record there")
-    parser.add_argument("--folder", type=Path, help="keep checkpoints and logs there; default: a folder that is removed")
+    parser.add_argument("--folder", type=Path, help="keep checkpoints and logs there; default: nowhere")
     parser.add_argument("--seconds", type=float, default=3600, help="limit of one spawn")
     return parser.parse_args(arguments)
 

@@ -81,8 +81,17 @@ def _close(found: dict[str, float], condition: dict[str, float]) -> Verdict:
 
 def check_bf16(family: Family, folder: Path, layout: str) -> Verdict:
     """Loaded in bf16, computed in bf16: runs, and both losses are near those of plain bf16."""
+    return _near_bf16(door.load(release(folder), layout, dtype="bfloat16"), folder, layout)
+
+
+def check_bf16_object(family: Family, folder: Path, layout: str) -> Verdict:
+    """The same, given as a model object in bf16."""
+    return _near_bf16(door.shard(load_plain(family, release(folder), torch.bfloat16), layout), folder, layout)
+
+
+def _near_bf16(model: Any, folder: Path, layout: str) -> Verdict:
     plain = recall(folder)["bf16"]
-    losses = train(door.load(release(folder), layout, dtype="bfloat16"), door.data_place(layout)).losses
+    losses = train(model, door.data_place(layout)).losses
     off = max(abs(a - b) / abs(b) for a, b in zip(losses, plain, strict=True))
     return Verdict(RIGHT if off <= BF16_TOLERANCE else WRONG, f"losses {off:.1e} from plain bf16")
 
@@ -94,20 +103,22 @@ def check_cp(family: Family, folder: Path, layout: str) -> Verdict:
 
 def check_save(family: Family, folder: Path, layout: str) -> Verdict:
     """``save_model`` of a model object: keys, bits and config as the plain trainer writes them."""
-    return _saved(load_plain(family, release(folder)), folder)
+    return _saved(load_plain(family, release(folder)), family, folder)
 
 
 def check_save_path(family: Family, folder: Path, layout: str) -> Verdict:
     """The same, of a model loaded by path."""
-    return _saved(release(folder), folder)
+    if not family.generates:
+        return Verdict(NOT_RUN, f"no trainer takes {family.architecture} by path")
+    return _saved(release(folder), family, folder)
 
 
-def _saved(model: Any, folder: Path) -> Verdict:
+def _saved(model: Any, family: Family, folder: Path) -> Verdict:
     target = folder / "saved_by_ranks"
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
     dist.barrier()
-    door.save(model, str(target))
+    door.save(model, str(target), generates=family.generates)
     dist.barrier()
     found, expected = _file_tensors(target), _file_tensors(folder / "saved")
     keys = sorted(found.keys() ^ expected.keys())
@@ -147,6 +158,7 @@ CHECKS: dict[str, Check] = {
     "train": Check(check_train, "ep2", 2, "train"),
     "object": Check(check_object, "ep2", 2, "train"),
     "bf16": Check(check_bf16, "ep2", 2, "bf16"),
+    "bf16_object": Check(check_bf16_object, "ep2", 2, "bf16"),
     "cp": Check(check_cp, "cp2", 2, "cp"),
     "save": Check(check_save, "ep2", 2, "save"),
     "save_path": Check(check_save_path, "ep2", 2, "save"),

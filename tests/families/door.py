@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.support.topologies import fresh_state, plain_arguments
@@ -31,31 +32,41 @@ def load(path: str, layout: str, *, dtype: str = "float32") -> Any:
 
 
 def shard(model: Any, layout: str) -> Any:
-    """A whole model object, sharded."""
+    """A whole model object, sharded; computes in bf16 if it is stored so."""
     from hf_fsdpturbo.parallelize.build import shard_given_model
 
     state = fresh_state(dist.get_world_size(), **LAYOUTS[layout])
-    return shard_given_model(model, _arguments(False), state)[0]
+    return shard_given_model(model, _arguments(model.dtype == torch.bfloat16), state)[0]
 
 
-def save(model: Any, directory: str) -> None:
-    """``save_model`` of a trainer that trained nothing, given a path or a model object; a plain one in one process."""
+def save(model: Any, directory: str, *, generates: bool = True) -> None:
+    """``save_model`` of a trainer that trained nothing, given a path or a model object; a plain one in one process.
+
+    ``generates``: whether it is a language model, which TRL's trainer asks for; else it is Transformers' own.
+    """
+    import transformers
     import trl
     from datasets import Dataset
 
-    from hf_fsdpturbo import FSDPTurboSFTConfig, FSDPTurboSFTTrainer
+    import hf_fsdpturbo
     from tests.support.reference_run import forget_accelerate
     from tests.support.tiny_models import tiny_tokenizer
 
     forget_accelerate()
-    common = {"output_dir": directory, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
-    data = Dataset.from_dict({"input_ids": [[3, 4, 5, 6]] * 4})
-    kwargs = {"model": model, "train_dataset": data, "processing_class": tiny_tokenizer()}
-    if dist.is_initialized():
+    arguments = {"output_dir": directory, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    sharded = dist.is_initialized()
+    if sharded:
         fresh_state(dist.get_world_size(), **LAYOUTS["ep2"])
-        FSDPTurboSFTTrainer(args=FSDPTurboSFTConfig(**common, ep_size=2), **kwargs).save_model(directory)
-    else:
-        trl.SFTTrainer(args=trl.SFTConfig(**common), **kwargs).save_model(directory)
+        arguments["ep_size"] = 2
+    owner, prefix = (hf_fsdpturbo, "FSDPTurbo") if sharded else (trl if generates else transformers, "")
+    kind, config = ("SFTTrainer", "SFTConfig") if generates else ("Trainer", "TrainingArguments")
+    trainer = getattr(owner, prefix + kind)(
+        model=model,
+        args=getattr(owner, prefix + config)(**arguments),
+        train_dataset=Dataset.from_dict({"input_ids": [[3, 4, 5, 6]] * 4}),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.save_model(directory)
 
 
 def data_place(layout: str) -> tuple[int, int]:

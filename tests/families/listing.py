@@ -45,6 +45,11 @@ class Family:
     plan: bool = True
     part_of: tuple[str, ...] = ()
 
+    @property
+    def generates(self) -> bool:
+        """Whether its class is a language model."""
+        return "Classification" not in (self.architecture or "")
+
 
 def plans(config_class: Any) -> bool:
     """Whether a config class, or one of its sub-configs, sends experts out by plan."""

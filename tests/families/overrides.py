@@ -147,7 +147,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "inkling2_loop": _below("text_config", _PADDED | _LOOP),
     "inkling2_loop_text": _PADDED | _LOOP,
     "inkling2_text": _PADDED,
-    "inkling_mm_model": {"vision_config.num_hidden_layers": 6, "vision_config.patch_size": 4, "audio_config.mel_vocab_size": 8},
+    "inkling_mm_model": {
+        "vision_config.num_hidden_layers": 6,
+        "vision_config.patch_size": 4,
+        "audio_config.mel_vocab_size": 8,
+    },
     "jamba": {
         "num_hidden_layers": 4,
         "attn_layer_period": 2,
@@ -180,7 +184,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _QWEN4,
     "step3p7": {"text_config.sliding_window": 16},
     "nllb_moe": {"encoder_layers": 4, "decoder_layers": 4, "decoder_ffn_dim": 32, "decoder_attention_heads": 4},
-    "switch_transformers": {"decoder_start_token_id": 0, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2},
+    "switch_transformers": {
+        "decoder_start_token_id": 0,
+        "d_ff": 32,
+        "d_kv": 8,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+    },
     "unlimited_ocr": _below("vision_config", _OCR_VISION),
     "zaya": {"num_experts_per_tok": 1, "sliding_window": 16, "layer_types": ["hybrid", "hybrid_sliding"]},
 }

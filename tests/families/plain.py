@@ -44,7 +44,7 @@ def prepare(family: Family, folder: Path) -> dict[str, Any]:
     model = load_plain(family, release(folder))
     tensors = {name: t.clone() for name, t in named_tensors(model).items()}
     changed = [name for name, t in named_tensors(made).items() if not torch.equal(t, tensors[name])]
-    door.save(release(folder), str(folder / "saved"))
+    door.save(load_plain(family, release(folder)), str(folder / "saved"), generates=family.generates)
     truth = train(model)
     moved = load_plain(family, release(folder))
     _move_by_half_an_ulp(moved)

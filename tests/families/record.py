@@ -68,6 +68,7 @@ def fill_gaps(record: Record, names: list[str], checks: list[str]) -> None:
                 entry["checks"].pop(check, None)
             else:
                 entry["checks"].setdefault(check, {"kind": NOT_RUN, "detail": "the sweep was cut short"})
+        entry["checks"] = {check: entry["checks"][check] for check in CHECKS if check in entry["checks"]}
 
 
 def totals(record: Record, checks: list[str] | None = None) -> dict[str, int]:
@@ -93,9 +94,8 @@ def table(record: Record, names: list[str], checks: list[str]) -> str:
             continue
         verdicts = {check: entry["checks"].get(check, {"kind": "", "detail": ""}) for check in checks}
         lines.append(f"{name:{width}}" + " ".join(f"{v['kind']:9}" for v in verdicts.values()))
-        faults += [
-            f"{name} {check}: {v['kind']}: {v['detail']}" for check, v in verdicts.items() if v["kind"] not in ("", RIGHT)
-        ]
+        bad = {check: v for check, v in verdicts.items() if v["kind"] not in ("", RIGHT)}
+        faults += [f"{name} {check}: {v['kind']}: {v['detail']}" for check, v in bad.items()]
     count = totals({"families": {name: record["families"][name] for name in names}}, checks)
     return "\n".join([*lines, "", *faults, "", ", ".join(f"{kind} {number}" for kind, number in count.items())])
 

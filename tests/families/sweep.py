@@ -2,7 +2,7 @@
 
     jobs (family x check)  ->  ranks run them in order, rank 0 notes each start and verdict in a file
       all ranks raise the same ValueError   a refusal: noted, the ranks go on
-      anything else                         the ranks end; the job that was running is a crash, a new spawn takes the rest
+      anything else                         the ranks end; the job that ran is a crash, a new spawn takes the rest
       nothing for ``limit`` seconds         the ranks write their stacks and end: the same
 """
 
@@ -75,7 +75,15 @@ def _do(job: Job, folder: Path) -> Note:
             raise
         refusal = str(error)
     _same_everywhere(refusal)
-    return {"verdict": asdict(verdict or Verdict(REFUSED, str(refusal)))}
+    return {"verdict": asdict(verdict or _refused(str(refusal)))}
+
+
+BLAMES = ("failed on rank", "Use the model's own checkpoint")
+"""What the package says where it ran into an error that it did not foresee, or takes a good release for a bad one."""
+
+
+def _refused(message: str) -> Verdict:
+    return Verdict(CRASH if any(words in message for words in BLAMES) else REFUSED, message)
 
 
 def _ours(error: BaseException) -> bool:
@@ -95,7 +103,7 @@ def _same_everywhere(refusal: str | None) -> None:
 
 
 def carry_out(
-    jobs: list[Job], world: int, folder: Path, *, limit: float, report: Callable[[Note], None], spawns: int | None = None
+    jobs: list[Job], world: int, folder: Path, *, limit: float, report: Callable[[Note], None]
 ) -> None:
     """Do the jobs on ``world`` ranks (1: a plain process) in as many spawns as it takes.
 
@@ -105,23 +113,30 @@ def carry_out(
         folder: where families' files lie and logs go.
         limit: seconds for a spawn.
         report: called with the notes of each spawn, in the order of the jobs.
-        spawns: give up after so many; what is left is reported as not run. None: no end.
     """
     folder.mkdir(parents=True, exist_ok=True)
     left = list(jobs)
     number = 0
-    while left and (spawns is None or number < spawns):
+    while left:
         number += 1
         notes = folder / f"notes_{world}_{os.getpid()}_{number}.jsonl"
         notes.unlink(missing_ok=True)
         failure = _spawn(left, world, folder, notes, limit)
         lines = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
         finished = [line for line in lines if line["state"] == "done"]
-        for line in finished:
-            report(line)
-        left = left[len(finished) :]
+        left_before, left = left, left[len(finished) :]
         if failure is not None and left:
-            report(_crash(left.pop(0), failure, folder))
+            finished.append(_crash(left[0], failure, folder))
+            left = left[1:]
+        if len(left) == len(left_before):
+            raise RuntimeError(f"No job of {left[0].family.name} was begun.\n{failure}")
+        for line in finished:
+            report(_without_paths(line, folder))
+
+
+def _without_paths(note: Note, folder: Path) -> Note:
+    """The record is read elsewhere: file names stay, the folder goes."""
+    return json.loads(json.dumps(note).replace(f"{folder}/", ""))
 
 
 def _spawn(jobs: list[Job], world: int, folder: Path, notes: Path, limit: float) -> RankError | None:
