@@ -61,7 +61,7 @@ def test_known_faults_are_of_the_small_sweep():
 
 
 def test_faults_are_seen_and_do_not_end_the_sweep(tmp_path):
-    """Two rows of a released tensor changed places, another's files are gone: wrong, a crash, and the next is right."""
+    """Two rows of a released tensor change places, another family has no files: wrong, a crash, the next is right."""
     from safetensors.torch import load_file, save_file
 
     known = families()
