@@ -15,6 +15,9 @@ FIRST_ID, LAST_ID = 3, 340  # the ids above are image and audio tokens in some f
 STEPS, RATE, EPSILON = 2, 1e-3, 1e-6
 """At Adam's own epsilon of 1e-8 an element whose gradient is rounding noise moves a whole step up or down."""
 
+CANVAS = {"diffusion_gemma"}
+"""Families without a loss in Transformers: a canvas of tokens, drawn at random unless it is given, is refined."""
+
 
 @dataclass
 class Trained:
@@ -32,11 +35,11 @@ def batches() -> list[Tensor]:
 
 
 def loss_of(model: Any, ids: Tensor) -> Tensor:
-    """The model's own loss (aux losses included), else next-token cross entropy."""
-    out = model(input_ids=ids, labels=ids, use_cache=False)
-    if getattr(out, "loss", None) is not None:
-        return out.loss
-    return F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    """The model's own loss (aux losses included); cross entropy of every token for a model that fills a canvas."""
+    if model.config.model_type in CANVAS:
+        out = model(input_ids=ids, decoder_input_ids=ids, use_cache=False)
+        return F.cross_entropy(out.logits.flatten(0, 1).float(), ids.flatten())
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
 def whole(tensor: Tensor) -> Tensor:
