@@ -87,10 +87,10 @@ def main(arguments: list[str]) -> int:
     record = records.read(options.record)
     try:
         sweep(wanted, checks, record, folder, options.seconds)
-    finally:
+    finally:  # what was found before an interruption is kept
+        records.write(record, options.record)
         if options.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
-    records.write(record, options.record)
     print(records.table(record, [family.name for family in wanted], checks))
     if options.markdown is not None:
         from tests.families.page import page
