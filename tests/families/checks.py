@@ -67,7 +67,7 @@ def check_object(family: Family, folder: Path, layout: str) -> Verdict:
 
 def _trained(model: Any, folder: Path, layout: str) -> Verdict:
     plain = recall(folder)
-    found = distances(train(model, door.data_place(layout)), plain["truth"])
+    found = distances(train(model, door.data_place(layout), settle=door.settle), plain["truth"])
     return _close(found, plain["condition"])
 
 
@@ -91,7 +91,7 @@ def check_bf16_object(family: Family, folder: Path, layout: str) -> Verdict:
 
 def _near_bf16(model: Any, folder: Path, layout: str) -> Verdict:
     plain = recall(folder)["bf16"]
-    losses = train(model, door.data_place(layout)).losses
+    losses = train(model, door.data_place(layout), settle=door.settle).losses
     off = max(abs(a - b) / abs(b) for a, b in zip(losses, plain, strict=True))
     return Verdict(RIGHT if off <= BF16_TOLERANCE else WRONG, f"losses {off:.1e} from plain bf16")
 

@@ -69,6 +69,13 @@ def save(model: Any, directory: str, *, generates: bool = True) -> None:
     trainer.save_model(directory)
 
 
+def settle(model: Any) -> None:
+    """Average what no FSDP unit reduces, as the trainer does before it clips; collective."""
+    from hf_fsdpturbo import grad_norm
+
+    grad_norm.average_replicated_gradients_(grad_norm.parameter_groups(model))
+
+
 def data_place(layout: str) -> tuple[int, int]:
     """This rank's place among those that have batches of their own, and their number; cp ranks share one."""
     cp_size = LAYOUTS[layout].get("cp_size", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,12 +51,19 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def train(model: Any, place: tuple[int, int] = (0, 1), *, autocast: bool = False) -> Trained:
+def train(
+    model: Any,
+    place: tuple[int, int] = (0, 1),
+    *,
+    settle: Callable[[Any], None] | None = None,
+    autocast: bool = False,
+) -> Trained:
     """Train in place.
 
     Args:
         model: plain or sharded.
         place: this rank's place among the data ranks, and their number.
+        settle: called with the model when a step's gradients are there, as a trainer does before it clips.
         autocast: compute in bf16 as a plain Trainer does.
     """
     model.train()
@@ -75,6 +83,8 @@ def train(model: Any, place: tuple[int, int] = (0, 1), *, autocast: bool = False
             dist.all_reduce(total)
             total /= dist.get_world_size()
         result.losses.append(float(total))
+        if settle is not None:
+            settle(model)
         if step == 0:
             named = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
             result.gradients = {name: whole(p.grad) for name, p in named}
