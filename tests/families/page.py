@@ -61,9 +61,11 @@ def _built(entry: dict[str, Any]) -> bool:
 def _row(name: str, entry: dict[str, Any]) -> str:
     cells, notes = [], [entry["plain"]] if "plain" in entry else []
     for column in COLUMNS:
-        worst = _worst([entry["checks"][check] for check in CHECKS if CHECKS[check].column == column])
-        cells.append(WORDS[worst["kind"]])
-        if worst["kind"] != RIGHT:
+        asked = [entry["checks"][check] for check in CHECKS if CHECKS[check].column == column]
+        ran = [verdict for verdict in asked if verdict["kind"] != NOT_RUN]
+        worst = _worst(ran or asked)
+        cells.append(WORDS[worst["kind"]] + (" (partly run)" if ran and len(ran) < len(asked) else ""))
+        if worst["kind"] not in (RIGHT, NOT_RUN):
             notes.append(f"{column}: {_short(worst['detail'])}")
     note = "; ".join(dict.fromkeys(notes)).replace("|", "/")
     return f"| `{name}` | {entry['architecture']} | " + " | ".join(cells) + f" | {entry['layout']} | {note} |"
