@@ -48,7 +48,7 @@ def _sweep(jobs: dict[int, list[Job]], folder: Path) -> Verdicts:
         found[note["family"], note["check"]] = note["verdict"]["kind"], note["verdict"]["detail"]
 
     for world, asked in jobs.items():
-        carry_out(asked, world, folder, limit=120, report=report)
+        carry_out(asked, world, folder, limit=240, report=report)
     return found
 
 
