@@ -3,6 +3,7 @@
 # make quick  between edits: lint, types, import contracts, unit tests, one sharded run against one process
 # make test   the same and every other test that needs no accelerator
 # make lint   lint, types and import contracts only
+# make families every model family against plain Transformers; writes docs/models.md (make test: the small sweep)
 # make matrix the five published layouts on 16 and 8 CPU processes, 100 steps each (make test: 20)
 #
 # Each target makes .venv and installs into it when needed; an existing .venv is used as it is.
@@ -22,7 +23,7 @@ LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu_ep2.yaml
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install lint quick test demo matrix clean
+.PHONY: help install lint quick test demo matrix families clean
 .DEFAULT_GOAL := help
 
 help:
@@ -72,6 +73,9 @@ demo: $(STAMP)
 
 matrix: $(STAMP)
 	MATRIX_STEPS=100 $(BIN)/python -m pytest -s tests/distributed/test_published_matrix.py
+
+families: $(STAMP)
+	$(BIN)/python -m tests.families --markdown docs/models.md
 
 demo-dpo demo-reward: export HF_HUB_OFFLINE = 1
 demo-dpo demo-reward: export HF_DATASETS_DISABLE_PROGRESS_BARS = 1
