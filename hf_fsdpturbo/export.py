@@ -39,7 +39,7 @@ class _Reader(FileSystemReader):
 
 
 class DcpTensors:
-    """Tensors of a DCP directory for :func:`hub.export_tensors`; those of one module are kept while it is converted.
+    """Tensors of a DCP directory for :func:`hub.export_tensors`; those of one conversion are kept while it runs.
 
     Args:
         directory: DCP directory.
@@ -51,11 +51,13 @@ class DcpTensors:
         self.directory, self.reader = directory, _Reader(directory)
         self.held: dict[str, Tensor] = {}
 
+    def begin(self, names: tuple[str, ...]) -> None:
+        """Keep no other tensors than these."""
+        self.held = {name: tensor for name, tensor in self.held.items() if name in names}
+
     def rows(self, name: str, start: int, stop: int, writer: int) -> Tensor | None:
         """Rows ``[start, stop)`` on the CPU."""
         if name not in self.held:
-            module = name.rpartition(".")[0]
-            self.held = {other: tensor for other, tensor in self.held.items() if other.rpartition(".")[0] == module}
             meta = self.tensors[name]
             whole = torch.empty(meta.shape, dtype=meta.dtype)
             dcp.read_into(self.directory, {f"model.{name}": whole}, self.reader)

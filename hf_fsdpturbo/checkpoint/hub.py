@@ -21,7 +21,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from hf_fsdpturbo.checkpoint.commit import wait_visible
 from hf_fsdpturbo.checkpoint.hub_plan import File, Job, Output, assign_writers, lay_out, make_jobs
 from hf_fsdpturbo.checkpoint.rank_tensors import RankTensors
-from hf_fsdpturbo.model_spec import find_experts
 from hf_fsdpturbo.ranks import FAILURES, agree, rank, together, world_size
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
@@ -41,6 +40,10 @@ class TensorSource(Protocol):
     """Where an export reads from: ranks (:class:`RankTensors`) or a DCP checkpoint on disk."""
 
     tensors: dict[str, Tensor]
+
+    def begin(self, names: tuple[str, ...]) -> None:
+        """The next rows asked for are of these tensors."""
+        ...
 
     def rows(self, name: str, start: int, stop: int, writer: int) -> Tensor | None:
         """Rows ``[start, stop)`` on the CPU of ``writer``."""
@@ -84,7 +87,7 @@ def export_model(model: PreTrainedModel, directory: str, max_file_bytes: int) ->
 def export_tensors(model: PreTrainedModel, source: TensorSource, directory: str, max_file_bytes: int) -> list[str]:
     """:func:`export_model` from any source; ``model`` gives names only and may be on meta."""
     with together("planning the export"):
-        jobs = make_jobs(model, source.tensors, find_experts(model, 1))
+        jobs = make_jobs(model, source.tensors)
         total = sum(output.nbytes for job in jobs for output in job.outputs)
         if world_size() > 1 and total > max_file_bytes:
             assign_writers(jobs, _owners(jobs, source), world_size())
@@ -198,30 +201,35 @@ class _Writer:
         return self.error
 
     def _run_job(self, job: Job) -> None:
-        if job.verbatim:
-            (name,), (output,) = job.sources, job.outputs
-            for start, stop in _chunks(self.source.tensors[name]):
-                rows = self.source.rows(name, start, stop, job.writer)
-                if rows is not None:
-                    row_bytes = output.nbytes // output.shape[0] if output.shape else 0
-                    self._write(output, rows, start * row_bytes)
-            return
+        self.source.begin(job.sources)
+        tensors = [self.source.tensors[name] for name in job.sources]
+        if job.row is not None:
+            self._run_rows(job, [(job.row, job.row + 1)] * len(tensors))
+        elif job.whole:
+            self._run_rows(job, [(0, tensor.shape[0] if tensor.ndim else 1) for tensor in tensors])
+        else:
+            for span in _chunks(tensors):
+                self._run_rows(job, [span] * len(tensors), at_row=span[0])
+
+    def _run_rows(self, job: Job, spans: list[tuple[int, int]], at_row: int = 0) -> None:
+        """Bring rows of each source to the writer, convert them and write them from row ``at_row`` of the outputs."""
         parts: dict[str, Tensor] = {}
-        for name in job.sources:
-            tensor = self.source.tensors[name]
-            span = (0, tensor.shape[0] if tensor.ndim else 1) if job.row is None else (job.row, job.row + 1)
-            part = self.source.rows(name, *span, job.writer)
+        for name, (start, stop) in zip(job.sources, spans, strict=True):
+            part = self.source.rows(name, start, stop, job.writer)
             if part is not None:
                 parts[name] = part
-        if job.writer == rank() and self.error is None:
-            try:
-                converted = revert_weight_conversion(self.model, parts)
-            except FAILURES as error:
-                self.error = error
-                return
-            by_order = list(converted.values()) if job.row is not None else [converted[o.name] for o in job.outputs]
-            for output, tensor in zip(job.outputs, by_order, strict=True):
-                self._write(output, tensor, 0)
+        if job.writer != rank() or self.error is not None:
+            return
+        try:
+            made = parts if job.verbatim else revert_weight_conversion(self.model, parts)
+        except FAILURES as error:
+            self.error = error
+            return
+        # what comes of some rows is named by its place among them
+        ordered = [made[output.name] for output in job.outputs] if job.whole else list(made.values())
+        for output, tensor in zip(job.outputs, ordered, strict=True):
+            row_bytes = output.nbytes // output.shape[0] if output.shape else 0
+            self._write(output, tensor, at_row * row_bytes)
 
     def _write(self, output: Output, tensor: Tensor, offset: int) -> None:
         if self.error is not None:
@@ -235,13 +243,16 @@ class _Writer:
             self.error = error
 
 
-def _chunks(tensor: Tensor) -> list[tuple[int, int]]:
-    """Row ranges of at most :data:`CHUNK_BYTES` (at least one row)."""
-    if tensor.ndim == 0 or tensor.numel() == 0:
-        return [(0, 1)] if tensor.ndim == 0 else []
-    row_bytes = tensor.numel() // tensor.shape[0] * tensor.element_size()
-    step = max(CHUNK_BYTES // max(row_bytes, 1), 1)
-    return [(start, min(start + step, tensor.shape[0])) for start in range(0, tensor.shape[0], step)]
+def _chunks(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Row ranges of at most :data:`CHUNK_BYTES` of all tensors together (at least one row)."""
+    if tensors[0].ndim == 0:
+        return [(0, 1)]
+    rows = tensors[0].shape[0]
+    row_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors) // max(rows, 1)
+    if not row_bytes:
+        return []
+    step = max(CHUNK_BYTES // row_bytes, 1)
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:

@@ -46,6 +46,9 @@ class RankTensors:
             _check_cover(name, tensor.shape, set(holders))
             self.holders[name] = dict(sorted(holders.items()))
 
+    def begin(self, names: tuple[str, ...]) -> None:
+        """Nothing is kept between tensors."""
+
     def owner_of_rows(self, name: str, start: int, stop: int) -> list[int]:
         """Ranks that hold all of the rows; empty if no rank has them whole."""
         shape = self.tensors[name].shape
