@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from hf_fsdpturbo.checkpoint import commit, dcp, facts, hub
+from hf_fsdpturbo.checkpoint import commit, dcp, facts, hub, unused
 
 _OURS = re.compile(
     r"dcp|optimizer\.json|topology\.json|COMPLETE\.json|scheduler\.pt|scaler\.pt|rng_state.*\.pth|trainer_state\.json"
-    r"|training_args\.bin|model.*\.safetensors(\.index\.json)?"
+    r"|training_args\.bin|(model.*|unused)\.safetensors(\.index\.json)?"
 )
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -122,6 +122,7 @@ def export_checkpoint(checkpoint: str, out: str, max_file_bytes: int, trust_remo
     if os.path.isdir(out) and os.listdir(out):
         raise ValueError(f"{out} is not empty. Choose a new directory.")
     model = skeleton(checkpoint, trust_remote_code)
+    unused.adopt(model, checkpoint)
     saved = dcp.saved_shapes(dcp.read_metadata(directory), "model.")
     wanted = hub.saved_tensors(model)
     dcp.check_fit(directory, {name: saved[name] for name in wanted if name in saved}, wanted, same_dtype=False)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
+from hf_fsdpturbo.checkpoint import unused
 from hf_fsdpturbo.checkpoint.commit import read_json, write_json
 from hf_fsdpturbo.ranks import FAILURES, agree, together, world_size
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
@@ -232,6 +233,7 @@ def load_model(directory: str, model: nn.Module, trainable_only: bool = False) -
     with together(f"checking {directory}"):
         wanted = model_tensors(model, trainable_only)
         check_fit(directory, saved_shapes(read_metadata(directory), "model."), wanted)
+        unused.adopt(model, os.path.dirname(os.path.abspath(directory)))
     read_into(directory, {f"model.{name}": tensor for name, tensor in wanted.items()})
 
 

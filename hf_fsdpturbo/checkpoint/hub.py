@@ -18,22 +18,18 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from hf_fsdpturbo.checkpoint import unused
 from hf_fsdpturbo.checkpoint.commit import wait_visible
-from hf_fsdpturbo.checkpoint.hub_plan import File, Job, Output, assign_writers, lay_out, make_jobs
+from hf_fsdpturbo.checkpoint.hub_plan import File, Job, Output, assign_writers, carried_jobs, lay_out, make_jobs
 from hf_fsdpturbo.checkpoint.rank_tensors import RankTensors
-from hf_fsdpturbo.ranks import FAILURES, agree, rank, together, world_size
+from hf_fsdpturbo.checkpoint.unused import Carried, header_bytes
+from hf_fsdpturbo.ranks import FAILURES, agree, from_rank0, rank, together, world_size
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
 CHUNK_BYTES = 64 * 2**20
 STAGING = "_saving-model"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 
 
 class TensorSource(Protocol):
@@ -86,8 +82,10 @@ def export_model(model: PreTrainedModel, directory: str, max_file_bytes: int) ->
 
 def export_tensors(model: PreTrainedModel, source: TensorSource, directory: str, max_file_bytes: int) -> list[str]:
     """:func:`export_model` from any source; ``model`` gives names only and may be on meta."""
+    extra = from_rank0(unused.readable(model) if rank() == 0 else None)
     with together("planning the export"):
         jobs = make_jobs(model, source.tensors)
+        jobs += carried_jobs(extra, jobs)
         total = sum(output.nbytes for job in jobs for output in job.outputs)
         if world_size() > 1 and total > max_file_bytes:
             assign_writers(jobs, _owners(jobs, source), world_size())
@@ -105,6 +103,7 @@ def export_tensors(model: PreTrainedModel, source: TensorSource, directory: str,
     with together(f"publishing the weights in {directory}"):
         if rank() == 0:
             publish(staging, directory, names, files)
+            unused.settle(model, [os.path.join(directory, name) for name in names])
     return names
 
 
@@ -132,7 +131,7 @@ def publish(staging: str, directory: str, names: list[str], files: list[File]) -
         outputs = [output for file in files for output in file.outputs]
         index = {
             "metadata": {
-                "total_parameters": sum(output.nbytes // output.dtype.itemsize for output in outputs),
+                "total_parameters": sum(output.numel for output in outputs),
                 "total_size": sum(output.nbytes for output in outputs),
             },
             "weight_map": {o.name: name for name, file in zip(names, files, strict=True) for o in file.outputs},
@@ -144,19 +143,6 @@ def publish(staging: str, directory: str, names: list[str], files: list[File]) -
             os.fsync(file.fileno())
         os.replace(path, os.path.join(directory, INDEX))
     shutil.rmtree(staging, ignore_errors=True)
-
-
-def header_bytes(outputs: list[Output]) -> bytes:
-    """Header of a safetensors file with tensors in the order of ``outputs``: 8 bytes of length, then padded JSON."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for output in outputs:
-        offsets = [start, start + output.nbytes]
-        entries[output.name] = {"dtype": _DTYPES[output.dtype], "shape": list(output.shape), "data_offsets": offsets}
-        start += output.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 class _Writer:
@@ -201,6 +187,9 @@ class _Writer:
         return self.error
 
     def _run_job(self, job: Job) -> None:
+        if job.carried:
+            self._copy(cast(Carried, job.outputs[0]), job.writer)
+            return
         self.source.begin(job.sources)
         tensors = [self.source.tensors[name] for name in job.sources]
         if job.row is not None:
@@ -231,7 +220,17 @@ class _Writer:
             row_bytes = output.nbytes // output.shape[0] if output.shape else 0
             self._write(output, tensor, at_row * row_bytes)
 
-    def _write(self, output: Output, tensor: Tensor, offset: int) -> None:
+    def _copy(self, tensor: Carried, writer: int) -> None:
+        if writer != rank() or self.error is not None:
+            return
+        descriptor, start = self.place[tensor.name]
+        try:
+            for offset, piece in tensor.chunks():
+                _write_all(descriptor, memoryview(piece), start + offset)
+        except OSError as error:
+            self.error = error
+
+    def _write(self, output: Output | Carried, tensor: Tensor, offset: int) -> None:
         if self.error is not None:
             return
         descriptor, start = self.place[output.name]

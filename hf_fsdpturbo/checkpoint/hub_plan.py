@@ -7,6 +7,7 @@ which tensors belong to which names, see ``conversion_groups.py``.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,9 +18,16 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_fsdpturbo.checkpoint.conversion_groups import Group, RowProof, find_groups, rules_kept
+from hf_fsdpturbo.checkpoint.unused import Carried
 
 logger = logging.getLogger(__name__)
 
+_CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 _UNIT = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -32,12 +40,24 @@ class Output:
     shape: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        size = self.dtype.itemsize
-        for dim in self.shape:
-            size *= dim
-        return size
+        return self.numel * self.itemsize
+
+    @property
+    def code(self) -> str:
+        """Its dtype as safetensors names it."""
+        return _CODES[self.dtype]
 
 
 @dataclass(slots=True)
@@ -50,22 +70,24 @@ class Job:
         unit: decoder layer (or ``""``); jobs of one unit have one writer where nothing else decides.
         row: expert id; only that row of the sources is converted. None: the whole sources.
         verbatim: one source, written as it is, a few rows at a time.
+        carried: no sources in the model, the output's bytes lie in a file; rank 0 copies it.
         stacked: the outputs are stacks again, row after row: converted and written a few rows at a time.
         writer: rank that writes it.
     """
 
     sources: tuple[str, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[Output | Carried, ...]
     unit: str
     row: int | None = None
     verbatim: bool = False
     stacked: bool = False
+    carried: bool = False
     writer: int = 0
 
     @property
     def whole(self) -> bool:
         """All sources are brought to the writer whole and converted at once."""
-        return self.row is None and not (self.verbatim or self.stacked)
+        return self.row is None and not (self.verbatim or self.stacked or self.carried)
 
 
 @dataclass
@@ -73,7 +95,7 @@ class File:
     """One safetensors file: tensors in file order, and the rank that writes it."""
 
     writer: int
-    outputs: list[Output] = field(default_factory=list)
+    outputs: list[Output | Carried] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +135,12 @@ def make_jobs(model: PreTrainedModel, tensors: dict[str, Tensor]) -> list[Job]:
         proof = RowProof(model)
         converted = [job for group in find_groups(rules, rest) for job in _group_jobs(model, meta, group, proof)]
     return jobs + _checked(model, rest, made, converted)
+
+
+def carried_jobs(tensors: list[Carried], jobs: list[Job]) -> list[Job]:
+    """Jobs that copy what the model class does not use; a name that the model writes itself is the model's."""
+    taken = {output.name for job in jobs for output in job.outputs}
+    return [Job((), (tensor,), "", carried=True) for tensor in tensors if tensor.name not in taken]
 
 
 def _group_jobs(model: PreTrainedModel, meta: dict[str, Tensor], group: Group, proof: RowProof) -> list[Job]:
@@ -160,7 +188,7 @@ def lay_out(jobs: list[Job], max_file_bytes: int) -> list[File]:
             filled[job.writer] = size + output.nbytes
     files = [file for writer in sorted(of_writer) for file in of_writer[writer]]
     for file in files:  # widest elements first, so that each tensor is aligned to its element size
-        file.outputs.sort(key=lambda output: -output.dtype.itemsize)
+        file.outputs.sort(key=lambda output: -output.itemsize)
     return files
 
 
@@ -171,9 +199,12 @@ def assign_writers(jobs: list[Job], owners: dict[int, list[int]], world_size: in
         owners: for each index of ``jobs``, ranks that hold everything the job reads; missing or empty: nobody does.
     """
     load = [0] * world_size
+    load[0] = sum(output.nbytes for job in jobs if job.carried for output in job.outputs)
     unit_writer: dict[str, int] = {}
     feature_sharded = 0
     for index, job in enumerate(jobs):
+        if job.carried:
+            continue
         size = sum(output.nbytes for output in job.outputs)
         candidates = owners.get(index) or []
         if job.row is not None and not candidates:
