@@ -166,7 +166,7 @@ def _checked(model: PreTrainedModel, sources: list[str], made: dict[str, Output]
     if len(outputs) == len(made) and all(made.get(output.name) == output for output in outputs):
         return jobs
     logger.warning(
-        "The names of %s cannot be made conversion by conversion: %d weights are gathered on one rank for this export.",
+        "The names of %s cannot be made conversion by conversion: %d weights are gathered on one rank for this.",
         type(model).__name__,
         len(sources),
     )

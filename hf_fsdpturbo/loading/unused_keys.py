@@ -12,8 +12,8 @@ from hf_fsdpturbo.checkpoint import unused
 from hf_fsdpturbo.loading.heads import REPLACED_HEAD
 from hf_fsdpturbo.ranks import rank
 
-FEW = 3
-"""Names that the listing shows."""
+FEW = 6
+"""Parts of the model that the listing shows."""
 _listed: set[str] = set()
 
 
@@ -45,10 +45,22 @@ def settle_unused(
         else "carried into everything that is saved (drop_unused_tensors leaves them out)"
     )
     size = sum(tensor.nbytes for tensor in found)
-    names = ", ".join(sorted(tensor.name for tensor in found)[:FEW])
-    more = f" and {len(found) - FEW} more" if len(found) > FEW else ""
+    parts = by_module(sorted(tensor.name for tensor in found))
+    names = ", ".join(f"{name} ({number})" for name, number in list(parts.items())[:FEW])
+    more = f" and {len(parts) - FEW} more" if len(parts) > FEW else ""
     print(
         f"[hf_fsdpturbo] {path}: {len(found)} tensors ({size / 1e6:,.1f} MB) are not used by {type(model).__name__}, "
         f"{names}{more}: {fate}.",
         flush=True,
     )
+
+
+def by_module(keys: Iterable[str]) -> dict[str, int]:
+    """Keys in few words: their names as far as the first number, or whole -> how many there are."""
+    counted: dict[str, int] = {}
+    for key in keys:
+        parts = key.split(".")
+        numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+        name = ".".join([*parts[: numbers[0] + 1], "*"]) if numbers else key
+        counted[name] = counted.get(name, 0) + 1
+    return counted
