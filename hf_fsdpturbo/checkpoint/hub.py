@@ -49,6 +49,10 @@ class TensorSource(Protocol):
         """Ranks that hold all of them."""
         ...
 
+    def sharers_of_rows(self, name: str, start: int, stop: int) -> list[int]:
+        """Ranks that hold some of them."""
+        ...
+
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """What ``save_pretrained`` would save, by name in the model: without tied copies and keys the model leaves out."""
@@ -108,11 +112,13 @@ def export_tensors(model: PreTrainedModel, source: TensorSource, directory: str,
 
 
 def _owners(jobs: list[Job], source: TensorSource) -> dict[int, list[int]]:
+    """For each job of one expert, ranks that hold all it reads, else those that hold some: fewest messages."""
     owners: dict[int, list[int]] = {}
     for index, job in enumerate(jobs):
         if job.row is not None:
-            held = [set(source.owner_of_rows(name, job.row, job.row + 1)) for name in job.sources]
-            owners[index] = sorted(set.intersection(*held))
+            held = [source.owner_of_rows(name, job.row, job.row + 1) for name in job.sources]
+            whole = held[0] if all(ranks == held[0] for ranks in held) else sorted(set.intersection(*map(set, held)))
+            owners[index] = whole or source.sharers_of_rows(job.sources[0], job.row, job.row + 1)
     return owners
 
 

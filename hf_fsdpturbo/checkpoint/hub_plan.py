@@ -193,26 +193,21 @@ def lay_out(jobs: list[Job], max_file_bytes: int) -> list[File]:
 
 
 def assign_writers(jobs: list[Job], owners: dict[int, list[int]], world_size: int) -> None:
-    """Give every job a writer: a rank that owns its rows, the one with the least to write so far; else by unit.
+    """Give every job a writer: one of its owners, the one with the least to write so far; else by unit.
 
     Args:
-        owners: for each index of ``jobs``, ranks that hold everything the job reads; missing or empty: nobody does.
+        owners: for each index of a job of one expert, ranks that hold what it reads.
     """
     load = [0] * world_size
     load[0] = sum(output.nbytes for job in jobs if job.carried for output in job.outputs)
     unit_writer: dict[str, int] = {}
-    feature_sharded = 0
     for index, job in enumerate(jobs):
         if job.carried:
             continue
-        size = sum(output.nbytes for output in job.outputs)
-        candidates = owners.get(index) or []
-        if job.row is not None and not candidates:
-            candidates = [feature_sharded % world_size]
-            feature_sharded += 1
         if job.row is None:
             if job.unit not in unit_writer:
                 unit_writer[job.unit] = load.index(min(load))
-            candidates = [unit_writer[job.unit]]
-        job.writer = min(candidates, key=lambda candidate: load[candidate])
-        load[job.writer] += size
+            job.writer = unit_writer[job.unit]
+        else:
+            job.writer = min(owners[index], key=lambda candidate: load[candidate])
+        load[job.writer] += sum(output.nbytes for output in job.outputs)
