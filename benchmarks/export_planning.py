@@ -127,7 +127,8 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, nargs="*", default=list(MODELS))
     parser.add_argument("--ranks", type=int, choices=EP, nargs="*", default=list(EP))
     options = parser.parse_args()
-    print(f"{'model':16} ranks   jobs files   names layouts  owners writers   files     all  MiB more gathered   messages")
+    steps = "  names layouts  owners writers   files     all"
+    print(f"{'model':16} ranks   jobs files {steps} more MiB gathered   messages")
     for name in options.model:
         model_class, config = MODELS[name]
         with torch.device("meta"):

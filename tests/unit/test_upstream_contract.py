@@ -103,7 +103,7 @@ def test_loaded_model_remembers_conversions_for_saving(tiny):
 
 
 def test_what_finds_the_conversions_of_an_export(tiny):
-    """conversion_groups: the rules as ``revert_weight_conversion`` takes them, reversed, name what belongs together."""
+    """conversion_groups: the rules that ``revert_weight_conversion`` takes, reversed, name what belongs together."""
     from transformers import AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, dot_natural_key
