@@ -142,15 +142,11 @@ def save_async(state: dict[str, Tensor], directory: str, group: dist.ProcessGrou
     Args:
         group: a gloo group of its own: on the default group its collectives would mix with those of training.
     """
-    owned = {key: _staging_copy(tensor) for key, tensor in state.items()}
+    # copied here: a shard that is a view into a larger storage breaks torch's own staging
+    owned = {key: tensor.detach().to("cpu", copy=True) for key, tensor in state.items()}
     return dcp.async_save(
         owned, storage_writer=FileSystemWriter(directory), process_group=group, no_dist=world_size() == 1
     )
-
-
-def _staging_copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU: a shard that is a view into a larger storage breaks torch's own staging."""
-    return tensor.detach().to("cpu", copy=True)
 
 
 def write_optimizer_json(model: nn.Module, optimizer: torch.optim.Optimizer, directory: str) -> None:

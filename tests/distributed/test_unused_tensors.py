@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from hf_fsdpturbo.checkpoint import unused
 from hf_fsdpturbo.export import export_checkpoint
 from tests.support.reference_run import Run, build_trainer
-from tests.support.spawn import run_ranks
+from tests.support.spawn import run_plain, run_ranks
 from tests.support.tiny_models import save_tiny, texts
 
 EXTRA = {
@@ -140,3 +140,34 @@ def test_hub_weights_in_checkpoints_rank0_loading_and_dropping(tmp_path):
         config = json.loads((saved / "config.json").read_text())
         assert not [field for field in unused.CLAIMS if config.get(field)]
         assert not (tmp_path / name / "checkpoint-1" / unused.UNUSED_FILE).exists()
+
+
+def save_alone(source: str, folder: str) -> None:
+    """For a plain process: one step of our trainer in one process."""
+    save_hub_checkpoint([(source, folder, {}, {})])
+
+
+def test_one_process(tmp_path):
+    source = release("deepseek_v3", tmp_path / "source")
+    run_plain(save_alone, source, str(tmp_path / "run"))
+    check_carried("deepseek_v3", source, tmp_path / "run" / "saved")
+    assert sorted(load_file(tmp_path / "run" / "checkpoint-1" / unused.UNUSED_FILE)) == sorted(EXTRA["deepseek_v3"])
+
+
+def save_merged(source: str, folder: str) -> None:
+    """Rank function: a LoRA run; its checkpoint holds no base weights, the merged export carries."""
+    from peft import LoraConfig
+
+    args = {"output_dir": folder, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    adapter = {"peft_config": LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")}
+    run = Run(source, {"text": texts(8)}, args, {"ep_size": 2}, gradients=False, trainer_kwargs=adapter)
+    trainer = build_trainer(run, turbo=True)
+    trainer.train()
+    trainer.save_merged_model(f"{folder}/merged")
+
+
+def test_merged_adapter(tmp_path):
+    source = release("qwen3_moe", tmp_path / "source")
+    run_ranks(save_merged, 2, source, str(tmp_path / "run"), timeout=90)
+    check_carried("qwen3_moe", source, tmp_path / "run" / "merged")
+    assert not (tmp_path / "run" / "checkpoint-1" / unused.UNUSED_FILE).exists()
