@@ -23,6 +23,7 @@ from typing import Any, cast
 from torch import nn
 
 from hf_fsdpturbo.checkpoint import commit
+from hf_fsdpturbo.ranks import rank
 
 logger = logging.getLogger(__name__)
 
@@ -200,15 +201,18 @@ def _linked(source: str, target: str) -> bool:
 def adopt(model: nn.Module, checkpoint: str) -> None:
     """A model whose release is not known carries what a checkpoint of it holds; a model that carries none stays so.
 
+    Rank 0, which copies, has to know; nothing is done elsewhere.
+
     Raises:
         OSError: the file cannot be read.
     """
     path = os.path.join(checkpoint, UNUSED_FILE)
-    if not os.path.isfile(path):
+    if rank() != 0 or not os.path.isfile(path):
         return
     known = _of(model)
     if known is None:
-        remember(model, find([path]))
+        held = find([path])
+        cast(Any, model)._fsdpturbo_unused = _Remembered(held, copy=held)
     elif known.tensors and not _intact(known.tensors):
         known.copy = find([path])
 

@@ -9,36 +9,42 @@ from typing import Any, cast
 from torch import nn
 
 from hf_fsdpturbo.checkpoint import unused
+from hf_fsdpturbo.loading.headers import Headers
 from hf_fsdpturbo.loading.heads import REPLACED_HEAD
 from hf_fsdpturbo.ranks import rank
 
 FEW = 6
 """Parts of the model that the listing shows."""
-_listed: set[str] = set()
+_listed: set[tuple[str, ...]] = set()
+"""What was listed by this process: a reload of the best checkpoint, or a reference model, says nothing new."""
 
 
 def settle_unused(
-    path: str, model: nn.Module, folder: str, files: Iterable[str], keys: list[str], *, fresh_head: bool, drop: bool
+    path: str, model: nn.Module, folder: str, headers: Headers, keys: list[str], *, fresh_head: bool, drop: bool
 ) -> None:
-    """Remember what exports will carry, and say on rank 0 what that is, once a checkpoint.
+    """Remember (on rank 0, which copies it) what exports will carry, and say what that is, once.
 
     Args:
         path: of the checkpoint, as the user gave it.
         model: loaded.
         folder: where the checkpoint's files are.
-        files: names of its safetensors files.
+        headers: of its safetensors files.
         keys: that belong to no parameter or buffer of the model.
         fresh_head: a task head was drawn; the checkpoint's own head, whose place it takes, is not carried.
         drop: leave them out, and mend the config.
     """
-    left = [key for key in keys if not (fresh_head and key.startswith(REPLACED_HEAD))]
-    found = unused.find([os.path.join(folder, file) for file in files], left) if left else []
+    left = {key for key in keys if not (fresh_head and key.startswith(REPLACED_HEAD))}
+    mended = unused.mend_config(cast(Any, model).config) if drop else []
+    if rank() != 0:
+        return
+    files = [os.path.join(folder, file) for file, header in headers.items() if not left.isdisjoint(header)]
+    found = unused.find(files, left)
     if drop or found:
         unused.remember(model, [] if drop else found)
-    mended = unused.mend_config(cast(Any, model).config) if drop else []
-    if rank() != 0 or path in _listed or not (found or mended):
+    listing = (type(model).__name__, *sorted(left))
+    if listing in _listed or not (found or mended):
         return
-    _listed.add(path)
+    _listed.add(listing)
     fate = (
         f"left out of everything that is saved{f'; set in the config: {mended}' if mended else ''}"
         if drop

@@ -94,7 +94,7 @@ def test_carried_through_training_checkpoints_and_resume(family, tmp_path):
     source = release(family, tmp_path / "source")
     said = run_ranks(train_save_resume, 2, source, str(tmp_path), {"ep_size": 2}, timeout=100)
     listed = [line for text in said for line in text.splitlines() if "are not used by" in line]
-    assert len(listed) == 2, "once a path, on one rank"
+    assert len(listed) == 1, "once, on one rank, though two trainers loaded it"
     assert f"{len(EXTRA[family])} tensors" in listed[0]
     assert {"qwen3_moe": "mtp.layers.0.* (2)", "deepseek_v3": "model.layers.2.* (2)"}[family] in listed[0]
     moved = f"{source}-moved"

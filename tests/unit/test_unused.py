@@ -118,6 +118,9 @@ def test_a_model_without_a_known_release_adopts_what_a_checkpoint_holds(model_an
         unused.adopt(each, folder)
     assert sorted(tensor.name for tensor in unused.readable(other)) == sorted(EXTRA)
     assert unused.readable(dropping) == []
+    again = staged(tmp_path, 2)
+    unused.keep_beside(other, again)
+    assert os.path.samefile(os.path.join(folder, unused.UNUSED_FILE), os.path.join(again, unused.UNUSED_FILE))
 
 
 def test_names_that_the_model_writes_are_the_model_s(tmp_path):
