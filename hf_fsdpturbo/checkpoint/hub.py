@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from hf_fsdpturbo.checkpoint import unused
 from hf_fsdpturbo.checkpoint.commit import wait_visible
+from hf_fsdpturbo.checkpoint.conversion_groups import rules_kept
 from hf_fsdpturbo.checkpoint.hub_plan import File, Job, Output, assign_writers, carried_jobs, lay_out, make_jobs
 from hf_fsdpturbo.checkpoint.rank_tensors import RankTensors
 from hf_fsdpturbo.checkpoint.unused import Carried, header_bytes
@@ -102,7 +103,8 @@ def export_tensors(model: PreTrainedModel, source: TensorSource, directory: str,
     with together(f"finding {staging}"):
         wait_visible(staging)
     names = _file_names(len(files))
-    error = _Writer(model, source, files, [os.path.join(staging, name) for name in names]).run(jobs)
+    with rules_kept(model):
+        error = _Writer(model, source, files, [os.path.join(staging, name) for name in names]).run(jobs)
     agree(error, f"writing the weights to {directory}")
     with together(f"publishing the weights in {directory}"):
         if rank() == 0:
