@@ -4,10 +4,9 @@ They are never in memory: rank 0 remembers where their bytes lie and copies them
 of shards holds them in a file of its own, so that it may be moved to a machine without the release; the second
 checkpoint of a run links the file of the first.
 
-Note [Where they are read]
-From the release, as long as its files are those that were there at the start (size and time of change). After that
-from the newest checkpoint. If neither is left, an export is written without them, and that is said as an error: the
-trained weights are not lost for them.
+Note [where they are read]: from the release, as long as its files are those that were there at the start (size and
+time of change). After that from the newest checkpoint. If neither is left, an export is written without them, and that
+is said as an error: the trained weights are not lost for them.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def _intact(tensors: list[Carried]) -> bool:
 
 
 def readable(model: nn.Module) -> list[Carried]:
-    """What an export of this model carries, each where it can be read now; see Note [Where they are read]."""
+    """What an export of this model carries, each where it can be read now; see Note [where they are read]."""
     known = _of(model)
     if known is None or _intact(known.tensors):
         return known.tensors if known is not None else []
