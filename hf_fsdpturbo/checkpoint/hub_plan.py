@@ -1,7 +1,7 @@
 """What a Hub export will write, known before a byte is written: names, shapes, who writes what, and in which file.
 
-Names and shapes come from Transformers itself (``revert_weight_conversion``), asked once about the whole model on meta;
-which tensors belong to which names, see ``conversion_groups.py``.
+Names and shapes come from Transformers itself (``revert_weight_conversion``), asked once about the whole model on
+meta; which tensors belong to which names, see ``conversion_groups.py``.
 """
 
 from __future__ import annotations
