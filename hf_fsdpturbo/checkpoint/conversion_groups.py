@@ -3,11 +3,11 @@
 Shapes: E experts of a stack.
 
 Note [how a conversion is shown to go row by row]: Transformers numbers experts from 0 in whatever stack it is given,
-so a rank's own stack would get the names of the first experts. So a stack of all E is shown to it, once for each kind of
-layer, with its widths cut to :data:`PROBE_WIDTH` and its elements numbered so that each tells its row. Where every
-output is what one row gives (per-expert names), or the rows' outputs one after another (stacks again), the real stacks
-are converted a row at a time. Names and shapes never come from the probe: Transformers converts the real shapes on
-meta. What cannot be shown is converted whole.
+so a rank's own stack would get the names of the first experts. So a stack of all E is shown to it, once for each kind
+of layer, with its widths cut to :data:`PROBE_WIDTH` and its elements numbered so that each tells its row. Where every
+output is what one row gives (per-expert names), or the rows' outputs one after another (stacks again), the real
+stacks are converted a row at a time. Names and shapes never come from the probe: Transformers converts the real
+shapes on meta. What cannot be shown is converted whole.
 """
 
 from __future__ import annotations
