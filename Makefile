@@ -1,7 +1,8 @@
 # make demo   train a small MoE with expert parallelism on two CPU processes, from nothing
 # make demo-dpo, make demo-reward   the same for preferences: each ends with margin and accuracy on held-out pairs
-# make test   lint + types + import contracts + every test that needs no accelerator
-# make lint   the first three only
+# make quick  between edits: lint, types, import contracts, unit tests, one sharded run against one process
+# make test   the same and every other test that needs no accelerator
+# make lint   lint, types and import contracts only
 # make matrix the five published layouts on 16 and 8 CPU processes, 100 steps each (make test: 20)
 #
 # Each target makes .venv and installs into it when needed; an existing .venv is used as it is.
@@ -21,7 +22,7 @@ LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu_ep2.yaml
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install lint test demo matrix clean
+.PHONY: help install lint quick test demo matrix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -49,8 +50,14 @@ lint: $(STAMP)
 	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
+quick: $(STAMP)
+	@start=$$(date +%s); \
+	$(MAKE) --no-print-directory lint && $(BIN)/python -m pytest -q tests/unit tests/distributed/test_quick.py; \
+	status=$$?; echo "make quick: $$(($$(date +%s) - start)) s"; exit $$status
+
 test: lint .venv/.triton
-	$(BIN)/python -m pytest tests
+	@start=$$(date +%s); $(BIN)/python -m pytest tests; \
+	status=$$?; echo "The tests took $$(($$(date +%s) - start)) s."; exit $$status
 
 # Everything the demo needs is made on the spot, so nothing may ask the Hub.
 demo: export HF_HUB_OFFLINE = 1

@@ -35,3 +35,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
         return made[key]
 
     return get
+
+
+@pytest.fixture
+def on_rank():
+    """``on_rank(rank, shape, names) -> mesh`` of that rank in a world whose collectives do nothing."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def start(rank: int, shape: tuple[int, ...]):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        size = int(torch.tensor(shape).prod())
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        return init_device_mesh("cpu", shape, mesh_dim_names=tuple("abcd"[: len(shape)]))
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()

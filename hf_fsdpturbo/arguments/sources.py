@@ -52,7 +52,9 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "kernel_config": None,
     "init_config": {"name": "init_on_meta"},
     "drop_unused_tensors": False,
+    "check_loading": "sample",
 }
+CHECK_LOADING = ("sample", "full", "off")
 # Sizes that shrink to this when one process runs a file written for many.
 ONE_PROCESS: dict[str, int | None] = {
     "dist_config.ep_size": 1,
@@ -73,6 +75,7 @@ NEEDS_PROCESSES = (
     "dist_config.ep_backend",
     "dist_timeout",
     "init_config",
+    "check_loading",
 )
 
 
@@ -170,6 +173,8 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
             check_type(name, value, bool)
     if (mode := values.get("cp_mode", "ulysses")) != "ulysses":
         raise ValueError(f"cp_mode must be 'ulysses', the only mode there is, but it is {mode!r}. Leave cp_mode out.")
+    if "check_loading" in values:
+        values["check_loading"] = _check_loading(values["check_loading"])
     dist = parse_mapping("dist_config", values.pop("dist_config")) if "dist_config" in values else {}
     check_dist_keys(dist)
     for name in SHORTHAND:
@@ -187,6 +192,18 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
             values[name] = parse_mapping(name, values[name])
             parse(values[name])
     return {**values, **{f"dist_config.{key}": value for key, value in dist.items()}}
+
+
+def _check_loading(value: Any) -> str:
+    """The mode; False is ``off``, which YAML reads so.
+
+    Raises:
+        ValueError: not one of the modes.
+    """
+    mode = "off" if value is False else value
+    if mode not in CHECK_LOADING:
+        raise ValueError(f"check_loading must be one of {list(CHECK_LOADING)}, but it is {value!r}. Correct it.")
+    return mode
 
 
 def reduce_to_one_process(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from hf_fsdpturbo import launch_config
-from hf_fsdpturbo.arguments.defaults import UnsetDict, UnsetInt, is_given
+from hf_fsdpturbo.arguments.defaults import UnsetDict, UnsetInt, UnsetStr, is_given
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, InitParams, KernelParams
 from hf_fsdpturbo.arguments.sources import (
     DEFAULT,
@@ -111,6 +111,10 @@ class FSDPTurboArguments:
     drop_unused_tensors: bool = field(
         default=cast(bool, UnsetInt(0)),
         metadata={"help": "Leave out of what is saved the tensors of the checkpoint that the model does not use."},
+    )
+    check_loading: str = field(
+        default=UnsetStr("sample"),
+        metadata={"help": "What is compared with the checkpoint's files after loading: sample, full or off."},
     )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_fsdpturbo.code_facts import forward_of
 from hf_fsdpturbo.context_parallel.local_attention import EAGER, KERNELS
 from hf_fsdpturbo.kernels.rebinding import CONV, RULE, linear_attention_layers, scope_of
 from hf_fsdpturbo.packing.text_models import text_models
@@ -23,8 +24,7 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _calls(module: nn.Module, name: str) -> bool:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and name in code.co_names
+    return name in forward_of(module, f"whether it calls {name}").__code__.co_names
 
 
 def _passes_keywords(module: nn.Module) -> bool:
@@ -39,7 +39,8 @@ def check_model(model: Any, size: int) -> None:
     """Refuse a model that cannot be cut exactly.
 
     Raises:
-        ValueError: naming cp_size, the layer or field, its value and the rule.
+        ValueError: naming cp_size, the layer or field, its value and the rule; ``HiddenCode`` where a decorator hides
+            what a layer does.
     """
     bases = text_models(model)
     name = type(model).__name__
@@ -142,7 +143,7 @@ def _check_attention(module: nn.Module, name: str, size: int) -> None:
             f"{type(module).__name__} leaves its window to a mask, which is not there for a slice",
             "Set sliding_window to None, or cp_size=1.",
         )
-    if requested_attention(config) == "eager" and EAGER not in inspect.unwrap(type(module).forward).__globals__:
+    if requested_attention(config) == "eager" and EAGER not in forward_of(module, "its file").__globals__:
         raise _refused(size, f"attn_implementation='eager' ({name})", "its file has no eager_attention_forward")
 
 
@@ -151,12 +152,12 @@ def _slides(module: nn.Module, config: Any) -> bool:
     kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     if kinds and isinstance(index, int) and index < len(kinds):
         return kinds[index] == "sliding_attention"
-    return "create_sliding_window_causal_mask" in inspect.unwrap(type(module).forward).__globals__
+    return "create_sliding_window_causal_mask" in forward_of(module, "its file").__globals__
 
 
 def _names_its_window(module: nn.Module) -> bool:
     """Whether the forward passes ``sliding_window=`` on to its attention function."""
-    code = inspect.unwrap(type(module).forward).__code__
+    code = forward_of(module, "whether it passes sliding_window on").__code__
     return any(isinstance(names, tuple) and "sliding_window" in names for names in code.co_consts)
 
 

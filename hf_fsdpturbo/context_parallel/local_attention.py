@@ -7,7 +7,6 @@ Each kernel takes ``query [B, h, S, X], key, value [B, g, S, X]`` and returns ``
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_fsdpturbo.code_facts import forward_of
 from hf_fsdpturbo.packing.sequence_plan import SequencePlan, block_mask
 
 EAGER = "eager_attention_forward"  # what every modeling file calls its own eager attention
@@ -90,7 +90,7 @@ class _LocalModule:
 
 def eager(query: Tensor, key: Tensor, value: Tensor, plan: SequencePlan, call: Call) -> Tensor:
     """The modeling file's own eager attention (which knows its sinks and caps), on this rank's heads."""
-    own = inspect.unwrap(type(call.module).forward).__globals__[EAGER]
+    own = forward_of(call.module, "its file").__globals__[EAGER]
     module = _LocalModule(call.module, query.shape[1] // key.shape[1], call.sinks)
     keywords = dict(call.extra)
     for name, given in (("softcap", call.softcap), ("s_aux", call.sinks), ("sliding_window", call.window)):

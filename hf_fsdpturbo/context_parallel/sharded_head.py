@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hf_fsdpturbo.code_facts import functions_of
 from hf_fsdpturbo.context_parallel.boundary import KEEP_CUT, CutForward
 from hf_fsdpturbo.context_parallel.collectives import gather_plain, gather_sequence
 from hf_fsdpturbo.packing.sequence_plan import padded_length
@@ -79,13 +80,15 @@ def install_sharded_head(model: nn.Module) -> None:
     """Cut the fused LM head of a context-parallel model.
 
     Raises:
-        ValueError: the model has no fused head, or is not cut.
+        ValueError: the model has no fused head, or is not cut; ``HiddenCode`` where a decorator hides which.
     """
     model = getattr(model, "get_base_model", lambda: model)()  # PEFT's wrapper
     forward = model.__dict__.get("forward")
-    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    asked = "whether it has TRL's fused LM head"
+    wrappers = [] if forward is None else functions_of(forward, f"{type(model).__name__}.forward", asked)
+    fused = any("fused_lm_head" in wrapper.__code__.co_varnames for wrapper in wrappers)
     boundaries = [base.forward for base in text_models(model) if isinstance(base.__dict__.get("forward"), CutForward)]
-    if code is None or "fused_lm_head" not in code.co_varnames or not boundaries:
+    if not fused or not boundaries:
         raise ValueError(
             "cp_sharded_loss=True needs the fused LM head of TRL's SFTTrainer and cp_size > 1, but the model has "
             f"{'no cut forward' if not boundaries else 'no fused LM head'}. Leave cp_sharded_loss False."

@@ -17,6 +17,7 @@ Outside checkpointing there is no tape, and nothing is intercepted.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import types
 from collections.abc import Callable, Collection, Iterator
@@ -26,6 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+
+from hf_fsdpturbo.code_facts import warn
 
 Value = TypeVar("Value")
 _active = threading.local()  # backward runs in a thread of its own on accelerators, and enters its contexts there
@@ -117,7 +120,7 @@ class _TapedTopK(TorchFunctionMode):
 def _calls_topk(module: nn.Module) -> bool:
     for owner in type(module).__mro__:
         for attribute in vars(owner).values():
-            code = getattr(getattr(attribute, "__wrapped__", attribute), "__code__", None)
+            code = getattr(inspect.unwrap(attribute), "__code__", None)
             if isinstance(code, types.CodeType) and "topk" in code.co_names:
                 return True
     return False
@@ -126,7 +129,8 @@ def _calls_topk(module: nn.Module) -> bool:
 def find_routers(model: nn.Module, experts: Collection[str] = ()) -> dict[str, nn.Module]:
     """Modules that choose experts: those with top-k in their code, at the parent of an experts module or below it.
 
-    Experts modules are those called ``experts``, and those whose full names are in ``experts``.
+    Experts modules are those called ``experts``, and those whose full names are in ``experts``. One without a router
+    is warned of with ``HiddenCodeWarning``.
     """
     modules = dict(model.named_modules())
     routers: dict[str, nn.Module] = {}
@@ -134,9 +138,11 @@ def find_routers(model: nn.Module, experts: Collection[str] = ()) -> dict[str, n
         parent_name, _, leaf = name.rpartition(".")
         if (leaf != "experts" and name not in experts) or parent_name not in modules:
             continue
-        for inner_name, inner in modules[parent_name].named_modules(prefix=parent_name):
-            if _calls_topk(inner):
-                routers[inner_name] = inner
+        block = dict(modules[parent_name].named_modules(prefix=parent_name))
+        found = {inner_name: inner for inner_name, inner in block.items() if _calls_topk(inner)}
+        if not found:
+            warn(f"no router of {name} found: no module of {parent_name} calls topk. Recompute may route otherwise.")
+        routers.update(found)
     return routers
 
 

@@ -10,13 +10,14 @@ the layer, one with another key is refused; the originals return when the last u
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+
+from hf_fsdpturbo.code_facts import forward_or_warning
 
 Function = Callable[..., Any]
 Undo = Callable[[], None]
@@ -57,9 +58,8 @@ _FILES: dict[int, _File] = {}  # by id of the globals dict, which lives as long 
 
 def scope_of(module: nn.Module, name: str) -> dict[str, Any] | None:
     """The globals in which ``module``'s forward looks up ``name``, or None if it uses no such global."""
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or name not in code.co_names or name not in forward.__globals__:
+    forward = forward_or_warning(module, f"whether it calls {name}")
+    if forward is None or name not in forward.__code__.co_names or name not in forward.__globals__:
         return None
     scope: dict[str, Any] = forward.__globals__
     return scope

@@ -1,6 +1,8 @@
 """Loading: every rank reads its own slices of a checkpoint while `from_pretrained` builds the model.
 
     seam.py          the loader seam: shard on meta, then let Transformers read slices
+    source_map.py    which tensor goes where; conversions.py what may be done to a part of one
+    whole_sources.py conversions that slices would scramble; loading_check.py compares all with the files
     files.py         all files there and whole; headers.py compares them with the model
     heads.py         task heads that a checkpoint lacks, drawn as in one process
     dtypes.py        what Transformers keeps in float32

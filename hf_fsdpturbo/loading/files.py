@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,12 @@ WHERE = ("revision", "subfolder", "cache_dir", "token")
 """Keywords of ``from_pretrained`` that say where its files are."""
 OTHER_FORMATS = ("gguf_file", "variant", "state_dict", "transformers_weights")
 """Keywords with which it reads other files than these two; what is wrong with those is left to Transformers."""
+
+DTYPES = frozenset(
+    "BOOL U8 U16 U32 U64 I8 I16 I32 I64 F16 BF16 F32 F64 C64 F4 F6_E2M3 F6_E3M2 F8_E4M3 F8_E4M3FNUZ F8_E5M2 "
+    "F8_E5M2FNUZ F8_E8M0".split()
+)
+"""What a safetensors header may say of a tensor's dtype."""
 
 # Note [When a checkpoint's files are looked at]
 # A local directory before the model is built. A Hub id after that, when Transformers has resolved its revision and
@@ -41,8 +48,11 @@ def cached_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tupl
     from transformers.utils import cached_file
 
     where = {name: from_pretrained_kwargs[name] for name in WHERE if from_pretrained_kwargs.get(name)}
-    raising = ("gated_repo", "missing_entries", "connection_errors")
-    quiet: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in raising}
+    quiet: dict[str, Any] = {
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
     for name in () if _other_format(from_pretrained_kwargs) else (SINGLE, INDEX):
         found = cached_file(path, name, local_files_only=True, **where, **quiet)
         if found is not None:
@@ -79,7 +89,8 @@ def safetensors_header(path: str) -> dict[str, Any]:
     """Header of one safetensors file: key -> ``{dtype, shape}``; dtypes as the file names them (``BF16``).
 
     Raises:
-        ValueError: the file is missing, is not safetensors, or is shorter than its header says.
+        ValueError: the file is missing, is not safetensors, has a dtype nobody knows, or is shorter than its header
+            says.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -90,7 +101,27 @@ def safetensors_header(path: str) -> dict[str, Any]:
             entries = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118  (not a dict)
             return {key: {"dtype": entry.get_dtype(), "shape": entry.get_shape()} for key, entry in entries}
     except (SafetensorError, OSError) as error:
+        for key, dtype in _unknown_dtypes(path).items():
+            raise ValueError(
+                f"{path}: {key} has dtype {dtype!r}, but safetensors knows {sorted(DTYPES)}. Copy the file again, or "
+                "convert the checkpoint."
+            ) from error
         size = os.path.getsize(path)
         raise ValueError(
             f"{path} has no readable safetensors header or is truncated ({size} bytes; {error}). Copy the file again."
         ) from error
+
+
+def _unknown_dtypes(path: str) -> dict[str, Any]:
+    """Key -> dtype of what safetensors could not read for its dtype; empty where the header itself is broken."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > os.path.getsize(path):
+            return {}
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            return {}
+    entries = header.items() if isinstance(header, dict) else ()
+    named = {key: entry["dtype"] for key, entry in entries if key != "__metadata__" and "dtype" in entry}
+    return {key: dtype for key, dtype in named.items() if dtype not in DTYPES}

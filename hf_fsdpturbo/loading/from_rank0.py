@@ -32,7 +32,15 @@ def weights_from_rank0(whole: nn.Module | None, device: torch.device) -> Iterato
 
     def fill(model: nn.Module, state_dict: Any, files: Any, load_config: Any, *args: Any) -> tuple[Any, None]:
         scatter_model(model, whole, device, load_config.weight_mapping)
-        return LoadStateDictInfo(set(), set(), set(), [], {}, set()), None
+        nothing = LoadStateDictInfo(
+            missing_keys=set(),
+            unexpected_keys=set(),
+            mismatched_keys=set(),
+            error_msgs=[],
+            conversion_errors={},
+            skipped_pp_keys=set(),
+        )
+        return nothing, None
 
     PreTrainedModel._load_pretrained_model = staticmethod(fill)  # type: ignore[assignment,method-assign]
     try:

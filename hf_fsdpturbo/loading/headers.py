@@ -50,15 +50,15 @@ def check_headers(model: PreTrainedModel, directory: str, headers: Headers) -> l
 
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = {p: t for t in transforms if isinstance(t, WeightConverter) for p in t.source_patterns}
+    rules = [t for t in transforms if isinstance(t, WeightConverter)]  # two of them may have one pattern, scoped apart
+    converters = {pattern: rule for rule in rules for pattern in rule.source_patterns}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    unique = list(dict.fromkeys(converters.values()))
     unknown: list[str] = []
     stacked: dict[str, dict[str, list[_Source]]] = {}
     for file, header in headers.items():
         for key, entry in header.items():
             source = _Source(os.path.join(directory, file), key, tuple(entry["shape"]))
-            name, pattern = rename_source_key(key, renamings, unique, model.base_model_prefix, wanted)
+            name, pattern = rename_source_key(key, renamings, rules, model.base_model_prefix, wanted)
             if name not in wanted and key in wanted:
                 name, pattern = key, None
             if name in wanted and pattern is None:

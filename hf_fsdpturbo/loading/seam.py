@@ -19,7 +19,10 @@ from hf_fsdpturbo.loading.heads import (
     same_random_state,
 )
 from hf_fsdpturbo.loading.host_memory import freed_at_once
+from hf_fsdpturbo.loading.loading_check import check_loaded
+from hf_fsdpturbo.loading.source_map import SourceMap
 from hf_fsdpturbo.loading.unused_keys import settle_unused
+from hf_fsdpturbo.loading.whole_sources import exact_conversions
 from hf_fsdpturbo.ranks import raised_on_every_rank
 from hf_fsdpturbo.shards import own_storage
 
@@ -58,6 +61,7 @@ def load_sharded(
     *,
     device: torch.device,
     drop_unused: bool = False,
+    check_loading: str = "sample",
     **from_pretrained_kwargs: Any,
 ) -> nn.Module:
     """Build and load a model that is sharded by ``shard`` before its weights are read.
@@ -68,17 +72,18 @@ def load_sharded(
         shard: shards a model on meta in place and returns it.
         device: where shards and non-persistent buffers live.
         drop_unused: tensors of the checkpoint that the model class does not use are not carried into exports.
+        check_loading: how much is compared with the files afterwards: ``sample``, ``full`` or ``off``.
         from_pretrained_kwargs: passed on (``dtype``, ``attn_implementation``, ...).
 
     Raises:
-        ValueError: a checkpoint file is missing, truncated or not safetensors; keys are missing or of a wrong
-            shape. Raised on every rank.
+        ValueError: a checkpoint file is missing, truncated or not safetensors; keys are missing or of a
+            wrong shape; a conversion fails; what was loaded is not what the files hold. Raised on every rank.
     """
     from transformers.distributed import DistributedConfig
 
     kwargs = dict(from_pretrained_kwargs)
     kwargs["device_map"] = None if device.type == "cpu" else {"": device}
-
+    found = SourceMap()
     unknown: list[str] = []
     there: tuple[str, Headers] | None = None
 
@@ -94,11 +99,12 @@ def load_sharded(
 
     with freed_at_once(), raised_on_every_rank(f"loading {path}"):
         there = local_headers(path, from_pretrained_kwargs)
-        with sharding_during_load(shard_on_meta):
+        with sharding_during_load(shard_on_meta), exact_conversions(device, found):
             model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
         fresh_heads = check_loading_info(path, info)
         own_storage(model)
         if there is not None:
+            check_loaded(model, found, *there, check_loading)
             settle_unused(path, model, *there, unknown, fresh_head=bool(fresh_heads), drop=drop_unused)
     del model._init_weights
     report_fresh_heads(path, fresh_heads)

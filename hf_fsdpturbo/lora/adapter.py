@@ -86,6 +86,14 @@ def add_adapter(model: Any, config: Any) -> Any:
     return peft_model
 
 
+def file_tensors(peft_model: Any, trainable: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of a model's state dict under the names that PEFT's adapter file has for them."""
+    from peft import get_peft_model_state_dict
+
+    found: dict[str, Any] = get_peft_model_state_dict(peft_model, state_dict=trainable)
+    return found
+
+
 def make_shardable(peft_model: Any) -> None:
     """Store the factors of experts expert first, in place; for a PEFT model that is not sharded yet.
 

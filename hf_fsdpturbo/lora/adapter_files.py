@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from hf_fsdpturbo.checkpoint.commit import read_json
+from hf_fsdpturbo.lora.adapter import file_tensors
 from hf_fsdpturbo.sharding.expert_lora import expert_factors, to_expert_first, to_peft
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.shards import copy_full_tensor_
@@ -42,14 +43,13 @@ def load_adapter(model: nn.Module, directory: str) -> None:
     Raises:
         ValueError: the file is of another adapter: strength, names or shapes differ; names file and field.
     """
-    from peft import get_peft_model_state_dict
     from safetensors import safe_open
 
     reshard(model)
     (adapter,) = cast(Any, model).peft_config
     _check_strength(cast(Any, model).peft_config[adapter], os.path.join(directory, ADAPTER_CONFIG))
     trainable = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
-    targets: dict[str, Any] = get_peft_model_state_dict(model, state_dict=trainable)
+    targets = file_tensors(model, trainable)
     factors = {name.replace(f".{adapter}.", "."): factor for name, factor in expert_factors(model).items()}
     path = os.path.join(directory, ADAPTER_FILE)
     with safe_open(path, framework="pt") as file, torch.no_grad():

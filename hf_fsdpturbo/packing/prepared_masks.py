@@ -15,26 +15,45 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_fsdpturbo.code_facts import forward_or_warning, warn
 from hf_fsdpturbo.packing.sequence_plan import SequencePlan, block_mask, make_plan
 from hf_fsdpturbo.packing.text_models import text_models
 
 KINDS = {"full_attention", "sliding_attention"}
+UNKNOWN = "it is not known whether packed documents stay apart: compare a packed row with its documents alone."
 KERNELS_WITH_MASKS = ("sdpa", "eager", "flex_attention")
 
 
 def masks_ignore_documents(module: nn.Module) -> bool:
-    """Whether a base model makes its masks from the padding mask alone, and takes prepared ones by layer type."""
-    function = inspect.unwrap(type(module).forward)
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    """Whether a base model makes its masks from the padding mask alone, and takes prepared ones by layer type.
+
+    Warns with ``HiddenCodeWarning`` where the source cannot tell, because it cannot be read or makes no mask.
+    """
+    given = _keywords_given(module)
+    for_masks = [names for names in given if {"attention_mask", "inputs_embeds", "config"} <= names]
+    if given and not for_masks:
+        warn(f"{type(module).__name__}.forward calls no mask function of Transformers, so {UNKNOWN}")
+    takes_prepared = any(KINDS & names for names in given)
+    return bool(for_masks) and takes_prepared and not any("position_ids" in names for names in for_masks)
+
+
+def _keywords_given(module: nn.Module) -> list[set[Any]]:
+    """Names in every call and every literal dictionary of a module's forward; none, and a warning, if unreadable."""
+    function = forward_or_warning(module, "whether it keeps packed documents apart")
+    if function is None:
+        return []
+    try:
+        source = inspect.getsource(function)
+    except OSError:  # made by exec, or its file is gone
+        warn(f"{type(module).__name__}.forward has no source, so {UNKNOWN}")
+        return []
     given: list[set[Any]] = []
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
         if isinstance(node, ast.Dict):
             given.append({key.value for key in node.keys if isinstance(key, ast.Constant)})
         elif isinstance(node, ast.Call):
             given.append({keyword.arg for keyword in node.keywords})
-    for_masks = [names for names in given if {"attention_mask", "inputs_embeds", "config"} <= names]
-    takes_prepared = any(KINDS & names for names in given)
-    return bool(for_masks) and takes_prepared and not any("position_ids" in names for names in for_masks)
+    return given
 
 
 def _mask(plan: SequencePlan, kernel: str, window: int | None, like: Tensor) -> Any:

@@ -136,9 +136,9 @@ def build_model(
         whole = load_on_rank0(partial(load_whole, path, build, **kwargs))
         share_random_state()
         with weights_from_rank0(whole, device):
-            model = load_sharded(path, build, shard, device=device, **kwargs)
+            model = load_sharded(path, build, shard, device=device, check_loading=config.check_loading, **kwargs)
     else:
-        model = load_sharded(path, build, shard, device=device, **kwargs)
+        model = load_sharded(path, build, shard, device=device, check_loading=config.check_loading, **kwargs)
     if device != config.device:
         _place_unsharded(model, config.device)
     return adapter.finish(_filled(model, config, use_dcp_path), device), reports[0]

@@ -28,7 +28,13 @@ def reload_weights(
         fresh = loader(directory)
     else:
         placed = partial(parallelize_model, args=config, state=state)
-        fresh = load_sharded(directory, loader, lambda meta: placed(meta)[0], device=shard_device(config))
+        fresh = load_sharded(
+            directory,
+            loader,
+            lambda meta: placed(meta)[0],
+            device=shard_device(config),
+            check_loading=config.check_loading,
+        )
     copy_shards(model, fresh)
 
 

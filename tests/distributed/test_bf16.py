@@ -7,7 +7,7 @@ import torch
 
 from tests.support.compare import distance
 from tests.support.reference_run import Record, Run, merge_batches, run_references, run_turbo_all
-from tests.support.spawn import run_plain, run_ranks
+from tests.support.spawn import run_plain_jobs, run_ranks
 from tests.support.tiny_models import texts
 
 BF16 = {"bf16": True}
@@ -63,7 +63,7 @@ def runs(tiny) -> dict[str, Record]:
     records.update({name: other[0][i] for i, name in enumerate(ep1)})
     batches = merge_batches([ranks[0] for ranks in by_rank])
     jobs = [(Run(path, data, {}), 2, batches), (Run(path, data, BF16), 2, batches)]
-    records["one fp32"], records["one bf16"] = run_plain(run_references, jobs)
+    records["one fp32"], records["one bf16"] = run_plain_jobs(run_references, jobs)
     return records
 
 

@@ -217,14 +217,26 @@ def first_weights(runs: list[Run], directory: str) -> list[dict[str, Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe", "gpt_oss", "deepseek_v3"])
-def test_init_modes_give_the_same_weights(tmp_path, kind):
-    model = save_tiny(kind, tmp_path / "model", tie=kind == "qwen3_moe")
-    modes = ["init_on_meta", "init_on_rank0", "init_on_default"]
-    runs = [make_run(model, {"ep_size": 2, "init_config": {"name": mode}}) for mode in modes]
-    meta, *others = run_ranks(first_weights, 4, runs, str(tmp_path / "out"), timeout=90)[0]
+MODES = ["init_on_meta", "init_on_rank0", "init_on_default"]
+KINDS = ["qwen3_moe", "qwen3_5_moe", "gpt_oss", "deepseek_v3"]
+
+
+@pytest.fixture(scope="module")
+def by_mode(tmp_path_factory) -> dict[str, list[dict[str, Tensor]]]:
+    """First weights of each kind in each mode, all from one spawn."""
+    folder, runs = tmp_path_factory.mktemp("modes"), []
+    for kind in KINDS:
+        model = save_tiny(kind, folder / kind, tie=kind == "qwen3_moe")
+        runs += [make_run(model, {"ep_size": 2, "init_config": {"name": mode}}) for mode in MODES]
+    found = run_ranks(first_weights, 4, runs, str(folder / "out"), timeout=150)[0]
+    return {kind: found[3 * number : 3 * number + 3] for number, kind in enumerate(KINDS)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_init_modes_give_the_same_weights(by_mode, kind):
+    meta, *others = by_mode[kind]
     assert len(meta) > 30
-    for mode, weights in zip(modes[1:], others, strict=True):
+    for mode, weights in zip(MODES[1:], others, strict=True):
         assert weights.keys() == meta.keys(), mode
         assert not [name for name in meta if not torch.equal(meta[name], weights[name])], mode
 

@@ -4,6 +4,8 @@ A packed batch is compared with its documents run one by one: a plain process is
 and gpt_oss leak between documents packed by position_ids).
 """
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.compare import TOLERANCE, distance
-from tests.support.spawn import init_gloo, run_plain, run_ranks
+from tests.support.spawn import init_gloo, run_plain, run_plain_jobs, run_ranks
 from tests.support.tiny_models import VOCAB_SIZE, tiny_config, tiny_model
 
 FAMILIES = {
@@ -194,6 +196,20 @@ def references(kind, config, ours=False):
     return results
 
 
+def references_of(jobs):
+    """For plain processes."""
+    return [references(*job) for job in jobs]
+
+
+@functools.cache
+def of_one_process(family):
+    """(references, those with our kernels or None): the same for every cp_size, so computed once."""
+    kind, config = model_kind(family), FAMILIES[family]
+    linear = kind.startswith(("qwen3_5_moe", "qwen3_next"))
+    stock, *ours = run_plain_jobs(references_of, [(kind, config)] + [(kind, config, True)] * linear)
+    return stock, ours[0] if ours else None
+
+
 def compare_all(found, expected, yardstick=None):
     """Print the worst tensor of every batch; names of what is out of tolerance.
 
@@ -224,8 +240,7 @@ def test_cut_model_equals_one_process(family, cp_size):
         found = run_plain(run_whole, kind, config)
     else:
         found = run_ranks(run_cut, cp_size, kind, config, cp_size)[0]
-    expected = run_plain(references, kind, config)
-    yardstick = run_plain(references, kind, config, True) if kind.startswith(("qwen3_5_moe", "qwen3_next")) else None
+    expected, yardstick = of_one_process(family)
     print(f"\n{family} cp{cp_size}")
     assert not compare_all(found, expected, yardstick)
 
@@ -280,9 +295,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_seen(name):
     fault, batch = FAULTS[name]
-    config = FAMILIES["qwen3_5_moe"]
-    expected = {n: r for n, r in run_plain(references, "qwen3_5_moe", config).items() if n == batch}
-    found = run_ranks(run_cut, 2, "qwen3_5_moe", config, 2, fault, [batch])[0]
+    expected = {batch: of_one_process("qwen3_5_moe")[0][batch]}
+    found = run_ranks(run_cut, 2, "qwen3_5_moe", FAMILIES["qwen3_5_moe"], 2, fault, [batch])[0]
     wrong = compare_all(found, expected)
     assert any(float(line.split()[-1]) > 1e-3 for line in wrong), wrong
 

@@ -8,7 +8,7 @@ from tests.distributed.test_reward import two_columns
 from tests.support.compare import compare
 from tests.support.preference_runs import Preference, _eager, pairs, plain_references, turbo_ranks
 from tests.support.reference_run import Run, merge_batches
-from tests.support.spawn import run_plain, run_ranks
+from tests.support.spawn import run_plain_jobs, run_ranks
 
 WORLD, CP_SIZE = 4, 2
 TURBO = {"ep_size": 2, "cp_size": CP_SIZE}
@@ -21,7 +21,7 @@ def against_one_process(jobs):
     merged = [merge_batches([records[index] for records in by_rank[::CP_SIZE]]) for index in range(len(jobs))]
     work = [(job, WORLD // CP_SIZE, batches) for job, batches in zip(jobs.values(), merged, strict=True)]
     eager = [(_eager(job), world, batches) for job, world, batches in work]
-    references = run_plain(plain_references, work + eager, timeout=250)
+    references = run_plain_jobs(plain_references, work + eager, timeout=250)
     return dict(zip(jobs, zip(by_rank[0], references[: len(jobs)], references[len(jobs) :], strict=True), strict=True))
 
 

@@ -17,7 +17,7 @@ from tests.distributed.test_routing_corners import freeze_experts
 from tests.distributed.test_scale_check import _b1_only_real_efsdp_divides
 from tests.support.compare import Comparison, compare
 from tests.support.reference_run import Record, Run, merge_batches, run_references, run_turbo
-from tests.support.spawn import run_plain, run_ranks
+from tests.support.spawn import run_plain_jobs, run_ranks
 from tests.support.tiny_models import texts
 
 EDP2 = {"ep_size": 2, "dist_config": {"efsdp_size": 1}}
@@ -144,7 +144,7 @@ def seen(tiny) -> dict[str, tuple[Comparison, Record, Record]]:
         records[fault] = by_rank[0]
         jobs.append((run, ranks, merge_batches(by_rank)))
         records[fault].extra["ranks"] = by_rank
-    references = dict(zip(FAULTS, run_plain(run_references, jobs, timeout=150), strict=True))
+    references = dict(zip(FAULTS, run_plain_jobs(run_references, jobs, timeout=150), strict=True))
     return {name: (compare(records[name], references[name]), records[name], references[name]) for name in FAULTS}
 
 

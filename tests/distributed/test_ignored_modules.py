@@ -7,7 +7,7 @@ import torch
 
 from tests.support.compare import compare, distance
 from tests.support.reference_run import Record, Run, merge_batches, run_references, run_turbo_all
-from tests.support.spawn import run_plain, run_ranks
+from tests.support.spawn import run_plain_jobs, run_ranks
 from tests.support.tiny_models import texts
 
 # Matrices, norms, a router, a convolution whose weight its parent reads, and a head that the root reads.
@@ -40,7 +40,7 @@ def runs(tiny) -> dict[str, tuple[Record, Record, Record]]:
         batches = merge_batches([records[index] for records in by_rank])
         own = {key: value for key, value in run.args.items() if key != "bf16"}
         jobs += [(Run(path, data, own), 2, batches), (Run(path, data, run.args), 2, batches)]
-    references = run_plain(run_references, jobs, timeout=150)
+    references = run_plain_jobs(run_references, jobs, timeout=150)
     return {
         name: (by_rank[0][index], references[2 * index], references[2 * index + 1])
         for index, name in enumerate(sharded)

@@ -216,9 +216,13 @@ def _damage_missing_whole_expert(path: Path) -> str:
     return "An expert is missing"
 
 
-def _damage_unexpected(path: Path) -> str:
-    _rewrite(path, ROUTER, lambda tensor: {ROUTER: tensor, "model.layers.0.mlp.surprise.weight": tensor.clone()})
-    return "model.layers.0.mlp.surprise.weight"
+def _damage_unknown_dtype(path: Path) -> str:
+    file = sorted(path.glob("*.safetensors"))[1]
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].replace(b'"F32"', b'"F99"', 1)
+    file.write_bytes(content[:8] + header + content[8 + length :])
+    return "has dtype 'F99'"
 
 
 def _damage_dense_shape(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Two ranks that go from a collective straight to their end, with gloo's worker threads kept slow on purpose.
 
-``python -m tests.support.gloo_exit PAIRS [finish]`` prints how many of the 2 * PAIRS processes ended well; ``finish``
-registers `compat.let_gloo_finish_at_exit`. See Note [Leaving gloo] there.
+``python -m tests.support.gloo_exit PAIRS`` prints how many of 2 * PAIRS processes ended well, and how many of as many
+that registered `compat.let_gloo_finish_at_exit`. See Note [Leaving gloo] there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def rank_main(rank: int, store: str, finish: bool) -> None:
     collectives()
 
 
-def main(pairs: int, finish: bool) -> None:
+def ended_well(pairs: int, finish: bool) -> int:
+    """How many of the ranks, all forked from this process, which never does a collective itself."""
     well = 0
     for _ in range(pairs):
         folder = tempfile.mkdtemp()  # not a `with`: a child would leave through it, and deleting files waits
@@ -62,8 +63,8 @@ def main(pairs: int, finish: bool) -> None:
             children.append(child)
         well += sum(os.waitpid(child, 0)[1] == 0 for child in children)
         shutil.rmtree(folder)
-    print(well)
+    return well
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), "finish" in sys.argv[2:])
+    print(*(ended_well(int(sys.argv[1]), finish) for finish in (False, True)))

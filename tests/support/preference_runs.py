@@ -85,18 +85,18 @@ def stock_ranks(jobs: list[Preference]) -> list[list[dict[str, Any]]]:
 def against_one_process(
     jobs: dict[str, Preference], world_size: int, *, timeout: float = 250, yardstick: bool = False
 ) -> dict[str, tuple[Record, Record, Record | None]]:
-    """All jobs in one spawn, then their references in one plain process (as ``sharded_and_reference`` does).
+    """All jobs in one spawn, then their references, each in one plain process (as ``sharded_and_reference`` does).
 
     With ``yardstick`` the third record is a second reference whose experts are computed one by one.
     """
-    from tests.support.spawn import run_plain, run_ranks
+    from tests.support.spawn import run_plain_jobs, run_ranks
 
     by_rank = run_ranks(turbo_ranks, world_size, list(jobs.values()), timeout=timeout)
     merged = [merge_batches([records[index] for records in by_rank]) for index in range(len(jobs))]
     work = [(job, world_size, batches) for job, batches in zip(jobs.values(), merged, strict=True)]
     if yardstick:
         work += [(_eager(job), world_size, batches) for job, _, batches in work]
-    references = run_plain(plain_references, work, timeout=timeout)
+    references = run_plain_jobs(plain_references, work, timeout=timeout)
     seconds = references[len(jobs) :] if yardstick else [None] * len(jobs)
     for index, record in enumerate(by_rank[0]):
         record.extra["ranks"] = [records[index] for records in by_rank]

@@ -2,9 +2,14 @@
 
 `spawn.py` hands this module to the fork server. An import error here would be swallowed there and reported by the
 first rank that needs the package, with its own traceback.
+
+Beyond imports, what a process builds once and every rank would build again: Transformers' table of checkpoint
+conversions compiles 900 patterns (over half of what a rank spends before its first step).
 """
 
 import contextlib
+import gc
+import tempfile
 
 import accelerate  # noqa: F401
 import datasets  # noqa: F401
@@ -25,5 +30,11 @@ with contextlib.suppress(ImportError):  # an optional package
 
 import hf_fsdpturbo.trainer
 import hf_fsdpturbo.trl  # noqa: F401
+from tests.support.tiny_models import save_tiny
 
 torch.set_num_threads(1)
+# No backward here: autograd's threads do not survive a fork.
+with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory(prefix="preload_") as folder:
+    transformers.AutoModelForCausalLM.from_pretrained(save_tiny("qwen3_moe", folder))
+gc.collect()
+gc.freeze()  # else a rank's first collection visits, and so copies, everything that was imported

@@ -10,6 +10,7 @@ factor W), and TRL divides the aux loss by g on each of W ranks, which is W*g he
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Collection
 from dataclasses import replace
@@ -192,7 +193,9 @@ def run_turbo(run: Run) -> Record:
     import torch.distributed as dist
 
     forget_accelerate()
-    record = _carry_out(build_trainer(run, turbo=True), run)
+    trainer = build_trainer(run, turbo=True)
+    gc.freeze()  # train() begins with a full collection, and thaws all at its end: imports alone cost 0.2 s a run
+    record = _carry_out(trainer, run)
     if dist.is_initialized() and dist.get_rank() > 0:
         record = replace(record, gradients=[], weights={}, start_weights={})
     return record
@@ -231,7 +234,7 @@ def merge_batches(records: list[Record]) -> list[Batch]:
 def sharded_and_reference(
     runs: dict[str, Run], world_size: int, *, cp_size: int = 1, timeout: float = 120, yardstick: Collection[str] = ()
 ) -> dict[str, tuple[Record, Record, Record | None]]:
-    """Do all runs on ``world_size`` ranks in one spawn, then their references in one plain process.
+    """Do all runs on ``world_size`` ranks in one spawn, then their references, each in one plain process.
 
     Args:
         runs: by name.
@@ -244,7 +247,7 @@ def sharded_and_reference(
         by name: rank 0's record, the reference, the second reference or None. All ranks' batches are in the first
         one's ``extra["ranks"]``.
     """
-    from tests.support.spawn import run_plain, run_ranks
+    from tests.support.spawn import run_plain_jobs, run_ranks
 
     by_rank = run_ranks(run_turbo_all, world_size, list(runs.values()), timeout=timeout)
     jobs, others = [], {}
@@ -255,7 +258,7 @@ def sharded_and_reference(
         if name in yardstick:
             eager = replace(run, model_kwargs={**run.model_kwargs, "experts_implementation": "eager"})
             others[name] = (eager, world_size // cp_size, batches)
-    references = run_plain(run_references, [*jobs, *others.values()], timeout=timeout)
+    references = run_plain_jobs(run_references, [*jobs, *others.values()], timeout=timeout)
     seconds = dict(zip(others, references[len(jobs) :], strict=True))
     result = {}
     for index, name in enumerate(runs):

@@ -112,14 +112,16 @@ def _tail(path: str, lines: int = 40) -> str:
 class _Ranks:
     """The running children of one call."""
 
-    def __init__(self, module: str, name: str, args: bytes, environments: list[dict[str, str]], folder: str) -> None:
+    def __init__(
+        self, module: str, name: str, blobs: list[bytes], environments: list[dict[str, str]], folder: str
+    ) -> None:
         context = _fork_server()
         self.processes: list[Any] = []
         self.pipes: dict[Connection, int] = {}
         self.logs = [os.path.join(folder, f"rank{rank}.log") for rank in range(len(environments))]
         for rank, environment in enumerate(environments):
             receive, send = context.Pipe(duplex=False)
-            arguments = (module, name, args, environment, self.logs[rank], send)
+            arguments = (module, name, blobs[rank], environment, self.logs[rank], send)
             process = context.Process(target=_child, args=arguments, daemon=True)
             process.start()
             send.close()
@@ -213,12 +215,25 @@ def run_ranks(
         {**BASE_ENVIRONMENT, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
         for rank in range(world_size)
     ]
-    return _run(function, environments, args, timeout)
+    return _run(function, environments, [args] * world_size, timeout)
 
 
 def run_plain(function: Callable[..., Any], *args: Any, timeout: float = 60, env: dict[str, str] | None = None) -> Any:
     """Run ``function(*args)`` in one fresh process without any launcher's variables; returns its result."""
-    return _run(function, [{**BASE_ENVIRONMENT, **(env or {})}], args, timeout)[0]
+    return _run(function, [{**BASE_ENVIRONMENT, **(env or {})}], [args], timeout)[0]
+
+
+def run_plain_jobs(function: Callable[[list[Any]], list[Any]], jobs: list[Any], timeout: float = 60) -> list[Any]:
+    """``run_plain(function, jobs)``, the jobs dealt out to two plain processes that know nothing of each other.
+
+    Args:
+        function: takes a list of jobs and returns a list of as many results.
+        jobs: independent of each other.
+        timeout: seconds for all of them.
+    """
+    hands = [jobs[start::2] for start in range(min(2, len(jobs)))]
+    results = _run(function, [dict(BASE_ENVIRONMENT) for _ in hands], [(hand,) for hand in hands], timeout)
+    return [results[index % 2][index // 2] for index in range(len(jobs))]
 
 
 @functools.cache
@@ -232,11 +247,14 @@ def _wait_for_server() -> None:
         raise RuntimeError(f"The fork server did not start within {SERVER_START} s (exit code {process.exitcode}).")
 
 
-def _run(function: Callable[..., Any], environments: list[dict[str, str]], args: Any, timeout: float) -> list[Any]:
+def _run(
+    function: Callable[..., Any], environments: list[dict[str, str]], args: list[tuple[Any, ...]], timeout: float
+) -> list[Any]:
     _wait_for_server()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        ranks = _Ranks(function.__module__, function.__qualname__, pickle.dumps(args), environments, folder)
+        blobs = [pickle.dumps(one) for one in args]
+        ranks = _Ranks(function.__module__, function.__qualname__, blobs, environments, folder)
         try:
             return ranks.collect(deadline)
         finally:

@@ -119,7 +119,7 @@ def test_field_defaults_match_the_table_that_merging_uses():
 def test_importing_the_arguments_imports_no_heavy_package():
     code = (
         "import sys, hf_fsdpturbo.arguments as a; print([m for m in ('torch', 'transformers', 'trl', 'accelerate') "
-        "if m in sys.modules]); a.FSDPTurboTrainingArguments"
+        "if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
     assert out.strip() == "[]"
@@ -235,6 +235,27 @@ def test_sizes_are_positive_integers(build, name, value):
 
 def test_cp_mode_has_one_value(build):
     raises_naming(lambda: build(cp_mode="ring"), "cp_mode", "'ring'", "ulysses")
+
+
+@pytest.mark.parametrize("value", ["some", True, 1, ""])
+def test_check_loading_has_three_values(build, value):
+    raises_naming(lambda: build(check_loading=value), "check_loading", repr(value), "sample", "full", "off")
+
+
+def test_check_loading_comes_from_every_source(build, accelerate_yaml, monkeypatch):
+    """YAML reads a bare off as false."""
+    assert build().check_loading == "sample"
+    accelerate_yaml({"check_loading": False})
+    assert build().check_loading == "off"
+    monkeypatch.setenv("FSDPTURBO_CHECK_LOADING", "full")
+    assert build().check_loading == "full"
+    assert build(check_loading="sample").check_loading == "sample"
+    assert build(check_loading=False).check_loading == "off"
+    (parsed,) = HfArgumentParser(FSDPTurboTrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", "x", "--use_cpu", "true", "--check_loading", "off"]
+    )
+    assert parsed.check_loading == "off"
+    assert dataclasses.replace(parsed).check_loading == "off"
 
 
 # ---- kernel_config and init_config ----

@@ -367,6 +367,6 @@ def test_two_processes_that_train_alone_are_refused_on_every_rank(tmp_path, cpu_
 def test_fsdp_in_the_yaml_is_refused_under_accelerate_launch(tmp_path, cpu_yaml):
     text = cpu_yaml.read_text().replace("MULTI_GPU\n", "FSDP\n").replace("fsdp_turbo_ep_size: 2", "fsdp_version: 2")
     cpu_yaml.write_text(text)
-    ranks, output = launch(tmp_path, [*ACCELERATE, "--config_file", str(cpu_yaml)], tmp_path)
+    ranks, output = launch(tmp_path, [*ACCELERATE, "--config_file", str(cpu_yaml), "--num_processes", "1"], tmp_path)
     assert ranks == {}
     assert "distributed_type=FSDP" in output

@@ -72,3 +72,21 @@ def test_peft_keeps_what_expert_lora_reads():
     ]  # fmt: skip
     assert "baddbmm" in inspect.getsource(inspect.getmodule(ParamWrapper))
     assert "self.model(*args" in inspect.getsource(BaseTuner.forward), "calls must pass through FSDP's root hooks"
+
+
+def test_names_of_peft_that_lora_reads():
+    """lora/adapter.py finds PEFT's wrappers by class, and what they wrap by attribute."""
+    peft = pytest.importorskip("peft")
+    import torch
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    base = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2), "second": torch.nn.Linear(2, 2)})
+    first, second = base["first"], base["second"]
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["first"], modules_to_save=["second"]), base)
+    assert isinstance(base["first"], BaseTunerLayer)
+    assert base["first"].get_base_layer() is first
+    assert issubclass(peft.utils.ModulesToSaveWrapper, AuxiliaryTrainingWrapper)
+    wrapper = peft.utils.ModulesToSaveWrapper(second, "default")
+    assert wrapper.original_module is second
+    assert list(wrapper.modules_to_save) == ["default"]

@@ -36,6 +36,51 @@ def test_loader_calls_our_seam_before_weights_load():
     assert "if distributed_config is not None:" in text[:call]
 
 
+def test_loader_calls_the_function_that_rank_0_stands_in_for():
+    """``weights_from_rank0`` replaces it by name, takes its arguments by position, and returns its two results."""
+    from transformers import PreTrainedModel
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    loader = PreTrainedModel.__dict__["_load_pretrained_model"]
+    assert isinstance(loader, staticmethod)
+    assert arguments(loader) == ["model", "state_dict", "checkpoint_files", "load_config", "expected_keys"]
+    text = source(PreTrainedModel.from_pretrained)
+    assert "loading_info, disk_offload_index = cls._load_pretrained_model(" in text
+    assert "weight_mapping" in LoadStateDictConfig.__dataclass_fields__
+
+
+def test_fields_of_the_loading_report():
+    """All six, in upstream's order: a seventh, or one renamed, would leave rank 0's report half filled."""
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    fields = {name: field.type for name, field in LoadStateDictInfo.__dataclass_fields__.items()}
+    assert list(fields) == [
+        "missing_keys",
+        "unexpected_keys",
+        "mismatched_keys",
+        "error_msgs",
+        "conversion_errors",
+        "skipped_pp_keys",
+    ]
+    assert [str(getattr(kind, "__origin__", kind).__name__) for kind in fields.values()] == [
+        "set", "set", "set", "list", "dict", "set",
+    ]  # fmt: skip
+
+
+def test_generate_asks_whether_fsdp_manages_the_model(monkeypatch):
+    """Then all ranks generate until the last one is done; without it one rank leaves the others waiting."""
+    from transformers.generation import utils
+
+    model = tiny_model("qwen3_moe")
+    assert not utils.is_fsdp_managed_module(model)
+    model._is_fsdp_managed_module = True
+    assert utils.is_fsdp_managed_module(model)
+    asked = []
+    monkeypatch.setattr(utils, "is_fsdp_managed_module", lambda module: asked.append(module))
+    model.generate(torch.tensor([[3, 4]]), max_new_tokens=1, do_sample=False)
+    assert asked == [model]
+
+
 def test_an_empty_distributed_config_distributes_nothing():
     from transformers.distributed import DistributedConfig
 
@@ -50,6 +95,69 @@ def test_loader_reads_slices_of_dtensors():
 
     assert arguments(DtensorShardOperation.shard_tensor) == ["self", "source", "tensor_idx", "device", "dtype"]
     assert "DtensorShardOperation(empty_param)" in source(convert_and_load_state_dict_in_model)
+
+
+def test_loader_converts_and_loads_in_one_function():
+    """whole_sources.py wraps it in modeling_utils, and sets and converts as it does."""
+    from transformers import core_model_loading, modeling_utils
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    load = modeling_utils.convert_and_load_state_dict_in_model
+    assert load is core_model_loading.convert_and_load_state_dict_in_model
+    assert arguments(load) == ["model", "state_dict", "load_config", "disk_offload_index"]
+    text = source(modeling_utils.PreTrainedModel._load_pretrained_model)
+    assert "loading_info, disk_offload_index = convert_and_load_state_dict_in_model(" in text
+    assert arguments(core_model_loading.set_param_for_module) == [
+        "model", "target_name", "param_value", "loading_info", "hf_quantizer",
+    ]  # fmt: skip
+    assert {"missing_keys", "unexpected_keys", "mismatched_keys"} <= set(LoadStateDictInfo.__dataclass_fields__)
+    wanted = {"weight_mapping", "dtype_plan", "hf_quantizer"}
+    assert wanted <= set(modeling_utils.LoadStateDictConfig.__dataclass_fields__)
+
+
+def test_loader_names_sources_as_source_map_does():
+    """source_map.py repeats these lines: order, two tries at a name, one converter a target, dtype of sources."""
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+
+    text = source(convert_and_load_state_dict_in_model)
+    for line in (
+        "pattern_to_converter = {k: converter for converter in converters for k in converter.source_patterns}",
+        "state_dict = sorted(state_dict.items(), key=lambda kv: dot_natural_key(kv[0]))",
+        "if renamed_key not in meta_model_state_dict and original_key in meta_model_state_dict:",
+        "new_converter = deepcopy(pattern_to_converter[source_pattern])",
+        "_dtype = dtype_plan[dtype_policy_by_group_name[matched_dtype_pattern.lastgroup]]",
+        "_dtype = empty_param.dtype",
+        "renamed_key.replace(mapping.target_patterns[0], k)",
+    ):
+        assert line in text, line
+
+
+def test_converters_take_sources_that_are_read_late():
+    """whole_sources.py gives them callables, a model that shows other shapes, and a config."""
+    from transformers.core_model_loading import Split, WeightConverter
+
+    assert arguments(WeightConverter.add_tensor) == ["self", "target_key", "source_key", "source_pattern", "future"]
+    assert arguments(WeightConverter.convert)[:4] == ["self", "layer_name", "model", "config"]
+    converter = WeightConverter("qk", ["q", "k"], operations=[Split(0)])
+    converter.add_tensor("a.q", "a.qk", "qk", lambda: torch.arange(3))
+
+    class Shown:
+        def get_parameter(self, name: str) -> torch.Tensor:
+            return {"a.q": torch.empty(2), "a.k": torch.empty(1)}[name]
+
+    made = converter.convert("a.q", model=Shown(), config=None)
+    assert {name: value.tolist() for name, value in made.items()} == {"a.q": [0, 1], "a.k": [2]}
+
+
+def test_operations_hold_the_dims_that_the_list_of_conversions_names():
+    from transformers import core_model_loading
+
+    from hf_fsdpturbo.loading.conversions import STACKS, TOUCHED
+
+    for name, places in TOUCHED.items():
+        kind = getattr(core_model_loading, name)
+        attributes = [place for place in (*places, STACKS.get(name)) if isinstance(place, str)]
+        assert all(isinstance(getattr(kind(), attribute), int) for attribute in attributes), name
 
 
 def test_loading_report_keys(tiny):
@@ -136,54 +244,87 @@ def test_dtype_plan_and_head_initialisation():
     assert arguments(PreTrainedModel._init_weights) == ["self", "module"]
 
 
-# Transformers: the trainer (trainer/)
+def test_a_missing_file_can_be_asked_for_quietly(tmp_path):
+    """loading/files.py: None instead of an error."""
+    from transformers.utils import cached_file
 
-HOOKS = {
-    "create_accelerator_and_postprocess": ["self"],
-    "_move_model_to_device": ["self", "model", "device"],
-    "create_optimizer": ["self", "model"],
-    "_clip_grad_norm": ["self", "model"],
-    "_get_grad_norm": ["self", "model", "grad_norm"],
-    "get_tp_size": ["self"],
-    "get_cp_size": ["self"],
-    "save_model": ["self", "output_dir", "_internal_call"],
-    "_save": ["self", "output_dir", "state_dict"],
-    "_save_checkpoint": ["self", "model", "trial"],
-    "_save_optimizer_and_scheduler": ["self", "output_dir"],
-    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
-    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
-    "_load_best_model": ["self"],
-    "_get_output_dir": ["self", "trial"],
-    "_get_num_items_in_batch": ["self", "batch_samples", "device"],
-    "hyperparameter_search": None,
-}
+    quiet = {
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    assert cached_file(str(tmp_path), "nothing.json", local_files_only=True, **quiet) is None
+    with pytest.raises(OSError, match="nothing.json"):
+        cached_file(str(tmp_path), "nothing.json", local_files_only=True)
+    from transformers.utils.hub import cached_files
+
+    assert set(quiet) <= set(arguments(cached_files))
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-def test_trainer_hooks(hook: str):
-    from transformers import Trainer
+def test_marks_of_filled_tensors():
+    """``_is_hf_initialized`` on a tensor keeps it from being drawn; on others it says that a checkpoint had them."""
+    model = tiny_model("qwen3_moe")
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.weight = nn.Parameter(torch.full_like(layer.weight, 7.0))
+    layer._is_hf_initialized = False
+    layer.weight._is_hf_initialized = True
+    model._initialize_weights(layer)
+    assert (layer.weight == 7.0).all()
+    layer._is_hf_initialized = layer.weight._is_hf_initialized = False
+    model._initialize_weights(layer)
+    assert not (layer.weight == 7.0).any()
 
-    found = arguments(getattr(Trainer, hook))
-    assert HOOKS[hook] is None or found == HOOKS[hook]
+
+def test_private_records_of_models_and_configs(tiny):
+    from transformers import AutoConfig, PreTrainedModel, TrainingArguments
+    from transformers.distributed import mixin
+
+    path = tiny("qwen3_moe")
+    config = AutoConfig.from_pretrained(path, attn_implementation="eager")
+    assert config._name_or_path == str(path)
+    assert config._attn_implementation == "eager"
+    assert PreTrainedModel._keys_to_ignore_on_save is None
+    assert "_keys_to_ignore_on_save" in source(PreTrainedModel.save_pretrained)
+    assert "model._device_mesh = " in source(mixin)
+    assert "self._n_gpu = " in source(TrainingArguments)
 
 
-def test_everything_our_trainer_overrides_exists_upstream():
-    """A hook that upstream renames would be dead code here; ours keep upstream's arguments."""
-    from transformers import Trainer
+def test_conversions_keep_their_original_patterns():
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
-    import hf_fsdpturbo
+    for conversion in get_model_conversion_mapping(tiny_model("qwen3_moe")):
+        assert conversion._original_source_patterns
+        assert conversion._original_target_patterns
 
-    own = {"__init__"}
-    for ours in inspect.getmro(hf_fsdpturbo.FSDPTurboTrainer):
-        if not ours.__module__.startswith("hf_fsdpturbo"):
-            continue
-        for name, function in vars(ours).items():
-            theirs = getattr(Trainer, name, None)
-            if not inspect.isfunction(function) or theirs is None or name in own:
-                continue
-            variadic = {"args", "kwargs"} & set(arguments(function))
-            assert variadic or set(arguments(function)) <= set(arguments(theirs)), f"{ours.__name__}.{name}"
 
+def test_checkpointing_is_switched_on_through_the_instance():
+    """dispatch/recompute.py puts its own method on the instance, and wraps the function that it is given."""
+    model = tiny_model("qwen3_moe")
+    found = arguments(model._set_gradient_checkpointing)
+    assert found == ["enable", "gradient_checkpointing_func", "every_n_layers"]
+    seen = []
+    model._set_gradient_checkpointing = lambda enable=True, **kwargs: seen.append(enable)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_disable()
+    assert seen == [True, False]
+
+
+def test_arguments_of_flash_attention():
+    """context_parallel/local_attention.py calls it with these; flash kernels do not run here."""
+    from transformers.integrations.flash_attention import get_target_dtype
+    from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+    found = inspect.signature(_flash_attention_forward).parameters
+    assert list(found)[:4] == ["query_states", "key_states", "value_states", "attention_mask"]
+    by_name = {"query_length", "is_causal", "dropout", "softmax_scale", "sliding_window", "softcap"}
+    by_name |= {"use_top_left_mask", "target_dtype", "attn_implementation", "s_aux"}
+    by_name |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    rest = {name for name, parameter in found.items() if parameter.kind is parameter.VAR_KEYWORD}
+    assert by_name - set(found) <= ({"s_aux"} if rest else set())
+    assert arguments(get_target_dtype) == ["query", "module"]
+
+
+# Transformers: the trainer (trainer/); its overrides are in test_trainer_contract.py
 
 def test_trainer_decides_by_these_attributes():
     from transformers import Trainer
@@ -203,34 +344,6 @@ def test_norm_is_asked_for_once_a_step():
     text = source(Trainer._run_epoch)
     assert "self._clip_grad_norm(model)" in text
     assert "self._get_grad_norm(model" in text
-
-
-# accelerate (trainer/mixin.py, parallel_state.py)
-
-
-def test_prepared_models_pass_through():
-    from accelerate import Accelerator
-
-    text = source(Accelerator.prepare_model)
-    assert "evaluation_mode" in arguments(Accelerator.prepare_model)
-    assert "_is_accelerate_prepared" in source(Accelerator.prepare) + text + source(Accelerator._prepare_one)
-
-
-def test_loader_reads_axis_names_of_the_state_mesh():
-    from accelerate import Accelerator, data_loader
-
-    text = source(data_loader.prepare_data_loader)
-    assert "torch_device_mesh" in arguments(data_loader.prepare_data_loader)
-    for axis in ('"dp_shard"', '"cp"', '"tp"'):
-        assert axis in text or axis.replace('"', "'") in text, axis
-    assert "state.device_mesh" in source(Accelerator.prepare_data_loader) or "torch_device_mesh" in source(Accelerator)
-
-
-def test_distributed_type_names():
-    from accelerate.utils import DistributedType
-
-    names = {member.name for member in DistributedType}
-    assert {"FSDP", "DEEPSPEED", "MEGATRON_LM", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU"} <= names
 
 
 # TRL (parallelize/build.py, trl.py)

@@ -77,3 +77,46 @@ def test_group_timeout_setter():
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     assert arguments(_set_pg_timeout) == ["timeout", "group"]
+
+
+def test_private_functions_of_tensors_and_groups(one_rank):
+    import torch
+    import torch.distributed as dist
+
+    tensors = [torch.ones(2), torch.full((3,), 2.0)]
+    torch._foreach_mul_(tensors, torch.tensor(3.0))
+    assert [tensor[0].item() for tensor in tensors] == [3.0, 6.0]
+    norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
+    torch.testing.assert_close(torch.stack(norms), torch.tensor([18.0, 108.0]).sqrt())
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.size() == 2
+
+
+def test_private_records_of_modules():
+    """A tensor put in a record is the module's parameter, buffer or child, without more ado."""
+    import torch
+
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("table", torch.ones(1), persistent=False)
+    layer.register_buffer("kept", torch.ones(1))
+    assert layer._non_persistent_buffers_set == {"table"}
+    other, table = nn.Parameter(torch.zeros(2, 2)), torch.zeros(1)
+    layer._parameters["weight"], layer._buffers["table"] = other, table
+    assert layer.weight is other
+    assert layer.table is table
+    outer = nn.ModuleDict({"inner": layer})
+    outer._modules["inner"] = child = nn.Identity()
+    assert outer["inner"] is child
+
+
+def test_state_of_a_chain_of_schedulers():
+    """checkpoint/scheduler.py follows the inner states, and leaves the milestones alone."""
+    import torch
+    from torch.optim.lr_scheduler import ConstantLR, SequentialLR
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    chain = SequentialLR(optimizer, [ConstantLR(optimizer), ConstantLR(optimizer)], milestones=[2])
+    state = chain.state_dict()
+    assert state["_milestones"] == [2]
+    assert [type(inner) for inner in state["_schedulers"]] == [dict, dict]
+    assert all("base_lrs" in inner for inner in state["_schedulers"])

@@ -1,0 +1,791 @@
+"""The literal table of every upstream name that we override, replace, wrap, set or read privately.
+
+``docs/upstream.md`` is this table for people; ``python -m tests.support.upstream_table`` writes it, and
+``tests/unit/test_upstream_table.py`` compares table, page, our sources and the installed releases.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import NamedTuple
+
+PAGE = Path(__file__).parents[2] / "docs" / "upstream.md"
+
+
+class Row(NamedTuple):
+    """One name.
+
+    Attributes:
+        name: importable path; the last part may be an attribute that the object before it mentions in its source.
+        kind: a key of :data:`KINDS`.
+        files: where it stands in ``hf_fsdpturbo/``.
+        why: what we need it for.
+        test: ``file.py::function`` below ``tests/unit/`` that fails when it changes.
+        until: when it can go.
+    """
+
+    name: str
+    kind: str
+    files: tuple[str, ...]
+    why: str
+    test: str
+    until: str
+
+
+KINDS = {
+    "override": "Methods of the trainer that ours overrides",
+    "replace": "Functions, methods and module globals that we replace or wrap",
+    "set": "Attributes that we set on upstream's objects",
+    "read": "Private names that we import, call or read",
+    "fact": "Facts that are read from byte code or source",
+}
+
+STAYS = "stays"
+MIXIN = ("trainer/mixin.py",)
+HOOK = "test_trainer_contract.py::test_every_override_exists_upstream"
+NO_HOOK = "Trainer has a callback or a public method for it"
+CONTRACT = "test_upstream_contract.py"
+ACCELERATE = "test_upstream_contract_accelerate.py"
+TORCH = "test_upstream_contract_torch.py"
+SEAMS = "test_preference_seams.py"
+FACTS = "test_code_facts.py"
+
+
+def _override(name: str, why: str, until: str = NO_HOOK) -> Row:
+    return Row(f"transformers.Trainer.{name}", "override", MIXIN, why, HOOK, until)
+
+
+OVERRIDES = (
+    _override("_clip_grad_norm", "the norm over dense and expert meshes"),
+    _override("_get_dataloader", "an iterable data set is read whole by ranks that share a batch"),
+    _override("_get_grad_norm", "the norm where nothing is clipped"),
+    _override("_get_num_items_in_batch", "tokens of a batch that cp ranks share, or that has repeats"),
+    _override("_get_output_dir", "while a checkpoint is written, its place is a staging folder"),
+    _override("_load_best_model", "fills the sharded model in place"),
+    _override("_load_from_checkpoint", "reads shards at any topology"),
+    _override("_load_optimizer_and_scheduler", "reads shards at any topology"),
+    _override("_move_model_to_device", "a sharded model is where it belongs"),
+    _override("_prepare_inputs", "refuses image batches", "image batches are supported"),
+    _override("_push_from_checkpoint", "pushes after the checkpoint has its final name"),
+    _override("_save_checkpoint", "stages, then renames"),
+    _override("_save_optimizer_and_scheduler", "writes shards"),
+    _override("_save_rng_state", "a rank that cannot write fails on all ranks"),
+    _override("_save_scaler", "a rank that cannot write fails on all ranks"),
+    _override("_track_num_input_tokens", "cp ranks hold the same tokens"),
+    _override("compute_loss", "cuts TRL's fused LM head, which is made after our set-up", "TRL builds it in a hook"),
+    _override("create_accelerator_and_postprocess", "gives the data loader its mesh, and puts gather in its place"),
+    _override("create_optimizer", "reshards first: an optimizer over gathered parameters trains nothing"),
+    _override("evaluation_loop", "each sample counts once", "accelerate and TRL drop repeats before they take means"),
+    _override("get_tp_size", "ranks that hold the same batch", "Trainer asks for such ranks under another name"),
+    _override("hyperparameter_search", "refused: it rebuilds the model", "it can be supported"),
+    _override("prediction_step", "each sample counts once", "accelerate and TRL drop repeats before they take means"),
+    _override("save_model", "writes Hub files from shards"),
+    _override("train", "resumes from the newest whole checkpoint; no garbage collection in a step"),
+)
+
+REPLACED = (
+    Row(
+        "transformers.PreTrainedModel.maybe_distribute_model",
+        "replace",
+        ("loading/seam.py",),
+        "from_pretrained calls it on meta, before weights are read: there the model is sharded; for one call",
+        f"{CONTRACT}::test_loader_calls_our_seam_before_weights_load",
+        "from_pretrained takes a function for it",
+    ),
+    Row(
+        "transformers.PreTrainedModel._load_pretrained_model",
+        "replace",
+        ("loading/from_rank0.py",),
+        "init_on_rank0: weights come from rank 0 instead of files; for one call",
+        f"{CONTRACT}::test_loader_calls_the_function_that_rank_0_stands_in_for",
+        "from_pretrained takes a source of tensors, or init_on_rank0 goes",
+    ),
+    Row(
+        "transformers.modeling_utils.convert_and_load_state_dict_in_model",
+        "replace",
+        ("loading/whole_sources.py",),
+        "conversions that slices would scramble are kept from Transformers' loader and done here; for one call",
+        f"{CONTRACT}::test_loader_converts_and_loads_in_one_function",
+        "Transformers converts whole sources of sharded parameters itself",
+    ),
+    Row(
+        "transformers.PreTrainedModel._init_weights",
+        "replace",
+        ("loading/heads.py", "loading/seam.py"),
+        "on the instance, while it loads: a fresh head is drawn whole, so that it is that of one process",
+        f"{SEAMS}::test_a_missing_head_is_drawn_through_the_instance",
+        "Transformers draws sharded tensors as whole ones",
+    ),
+    Row(
+        "transformers.PreTrainedModel._set_gradient_checkpointing",
+        "replace",
+        ("dispatch/recompute.py",),
+        "on the instance: layers get a checkpoint function that replays routing",
+        f"{CONTRACT}::test_checkpointing_is_switched_on_through_the_instance",
+        "gradient_checkpointing_kwargs may hold functions",
+    ),
+    Row(
+        "torch.topk",
+        "replace",
+        ("dispatch/recompute.py",),
+        "inside routers, by a TorchFunctionMode: recompute takes the forward's indices",
+        "test_recompute.py::test_every_recompute_sees_the_forwards_indices",
+        STAYS,
+    ),
+    Row(
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.apply_rotary_pos_emb",
+        "replace",
+        ("kernels/rebinding.py",),
+        "a faster one in the modeling file's globals, which all models of the file look up",
+        f"{FACTS}::test_globals_of_linear_attention_and_rotary_embedding",
+        "Transformers has a registry for it",
+    ),
+    Row(
+        "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.torch_chunk_gated_delta_rule",
+        "replace",
+        ("kernels/rebinding.py",),
+        "the gated delta rule of packed documents and cut sequences, in the modeling file's globals",
+        f"{FACTS}::test_globals_of_linear_attention_and_rotary_embedding",
+        "Transformers has a registry for it",
+    ),
+    Row(
+        "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.torch_recurrent_gated_delta_rule",
+        "replace",
+        ("kernels/rebinding.py",),
+        "the same, for generation",
+        f"{FACTS}::test_globals_of_linear_attention_and_rotary_embedding",
+        "Transformers has a registry for it",
+    ),
+    Row(
+        "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.causal_conv1d_fn",
+        "replace",
+        ("kernels/rebinding.py",),
+        "its convolution, likewise",
+        f"{FACTS}::test_globals_of_linear_attention_and_rotary_embedding",
+        "Transformers has a registry for it",
+    ),
+    Row(
+        "trl.trainer.dpo_trainer.hash_module",
+        "replace",
+        ("trainer/set_up.py",),
+        "a reference is compared by its shards, on all ranks; while the trainer is made",
+        f"{SEAMS}::test_the_reference_is_hashed_through_a_module_global",
+        "TRL hashes DTensors",
+    ),
+    Row(
+        "trl.trainer.dpo_trainer.get_peft_model",
+        "replace",
+        ("trainer/set_up.py",),
+        "adapters are there already, made before sharding; while the trainer is made",
+        f"{SEAMS}::test_adapters_are_made_through_a_module_global",
+        "TRL takes a PEFT model together with peft_config",
+    ),
+    Row(
+        "accelerate.Accelerator.gather",
+        "replace",
+        ("trainer/evaluation.py",),
+        "on the instance: repeats of an uneven last batch leave",
+        f"{ACCELERATE}::test_arguments_of_gather",
+        "accelerate drops repeats from gather, too",
+    ),
+    Row(
+        "accelerate.Accelerator.gather_for_metrics",
+        "replace",
+        ("trainer/evaluation.py",),
+        "on the instance: rows of ranks that share a batch come once",
+        f"{ACCELERATE}::test_gather_for_metrics_gathers_through_the_instance",
+        "accelerate knows ranks that share a batch",
+    ),
+    Row(
+        "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce_scatter_copy_in",
+        "replace",
+        ("sharding/gradient_copy.py",),
+        "large gradients enter the buffer by copies; for the process",
+        "test_gradient_copy.py::test_fsdp_fills_its_buffer_through_the_name_we_replace",
+        "torch makes the table on the device",
+    ),
+    *(
+        Row(
+            f"torch.distributed.{name}",
+            "replace",
+            ("sharding/fsdp_turbo.py",),
+            "fsdp_turbo patches it, and we put torch's own back",
+            "test_upstream_table.py::test_every_name_exists",
+            "fsdp_turbo stops, or ep_backend fsdp_turbo goes",
+        )
+        for name in ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
+    ),
+    Row(
+        "torch.nn.Module.forward",
+        "replace",
+        (
+            "context_parallel/boundary.py",
+            "context_parallel/sharded_head.py",
+            "dispatch/recompute.py",
+            "parallelize/routed_experts.py",
+        ),
+        "on the instance: base models cut and gather the sequence, experts dispatch, routers keep a tape",
+        f"{CONTRACT}::test_flags_of_experts_modules",
+        STAYS,
+    ),
+)
+
+SET = (
+    Row(
+        "accelerate.Accelerator._is_accelerate_prepared",
+        "set",
+        ("parallelize/build.py", "parallelize/order.py"),
+        "on the model: accelerate and TRL pass it through untouched",
+        f"{ACCELERATE}::test_prepared_models_pass_through",
+        "accelerate has a public way to say so",
+    ),
+    Row(
+        "transformers.distributed.fsdp._is_fsdp_managed_module",
+        "set",
+        ("parallelize/order.py",),
+        "on the model: generate keeps all ranks in step until the last one is done",
+        f"{CONTRACT}::test_generate_asks_whether_fsdp_manages_the_model",
+        "generate asks for FSDPModule",
+    ),
+    Row(
+        "transformers.PreTrainedModel._is_hf_initialized",
+        "set",
+        ("loading/heads.py", "shards.py"),
+        "on tensors: they are filled, do not draw them; read where a head may be fresh",
+        f"{CONTRACT}::test_marks_of_filled_tensors",
+        STAYS,
+    ),
+    Row(
+        "transformers.core_model_loading._weight_conversions",
+        "set",
+        ("checkpoint/facts.py", "export.py", "loading/from_rank0.py"),
+        "on the model: how names of the checkpoint became those of the model, for saving",
+        f"{CONTRACT}::test_loaded_model_remembers_conversions_for_saving",
+        "Transformers has a public name for it",
+    ),
+    Row(
+        "transformers.PreTrainedConfig._attn_implementation",
+        "set",
+        (
+            "context_parallel/exactness.py",
+            "context_parallel/install.py",
+            "packing/prepared_masks.py",
+            "trainer/reference.py",
+        ),
+        "which attention runs; context parallelism sets its own",
+        f"{CONTRACT}::test_private_records_of_models_and_configs",
+        "set_attn_implementation takes registered names before the model is built",
+    ),
+    Row(
+        "transformers.PreTrainedModel.from_pretrained.distributed_config",
+        "set",
+        ("loading/seam.py",),
+        "taken off the config again: it would be saved",
+        f"{CONTRACT}::test_loader_calls_our_seam_before_weights_load",
+        "from_pretrained takes a function to shard with",
+    ),
+    Row(
+        "accelerate.Accelerator.prepare_data_loader.device_mesh",
+        "set",
+        ("trainer/mixin.py",),
+        "on accelerator.state: the data loader reads from its axis names who shares a batch",
+        f"{ACCELERATE}::test_loader_reads_axis_names_of_the_state_mesh",
+        "prepare_data_loader takes a mesh",
+    ),
+    Row(
+        "transformers.TrainerState.num_input_tokens_seen",
+        "set",
+        ("trainer/mixin.py",),
+        "cp ranks hold the same tokens",
+        "test_upstream_table.py::test_every_name_exists",
+        "Trainer divides it by get_tp_size",
+    ),
+    Row(
+        "transformers.TrainerState.best_model_checkpoint",
+        "set",
+        ("trainer/saving.py",),
+        "it names the folder after the rename, not staging",
+        "test_upstream_table.py::test_every_name_exists",
+        STAYS,
+    ),
+    Row(
+        "transformers.trainer_pt_utils.AcceleratorConfig.dispatch_batches",
+        "set",
+        ("arguments/unsupported.py",),
+        "accelerate slices dispatched batches by global rank",
+        "test_upstream_table.py::test_every_name_exists",
+        "accelerate slices them by data rank",
+    ),
+    Row(
+        "transformers.TrainingArguments.liger_kernel_config",
+        "set",
+        ("arguments/unsupported.py",),
+        "Liger's swiglu overwrites sharded experts",
+        "test_upstream_table.py::test_every_name_exists",
+        STAYS,
+    ),
+    Row(
+        "trl.SFTConfig.model_init_kwargs",
+        "set",
+        ("trainer/set_up.py",),
+        "hidden while the parent is made: it gets a model, not a path",
+        "test_upstream_table.py::test_every_name_exists",
+        STAYS,
+    ),
+    Row(
+        "torch.distributed.fsdp.FSDPModule.__name__",
+        "set",
+        ("sharding/outer_fsdp.py",),
+        "the class that fully_shard makes keeps the model's name, by which Transformers looks models up",
+        "test_upstream_table.py::test_every_name_exists",
+        "Transformers asks isinstance",
+    ),
+    Row(
+        "torch.nn.Module.__class__",
+        "set",
+        ("kernels/elementwise.py",),
+        "norms and SwiGLU modules change class, so that their forward is ours and their parameters stay",
+        "test_upstream_table.py::test_every_name_exists",
+        STAYS,
+    ),
+)
+
+READ = (
+    Row(
+        "transformers.Trainer._save",
+        "read",
+        ("trainer/saving.py",),
+        "tokenizer and arguments beside the weights",
+        "test_trainer_contract.py::test_every_override_exists_upstream",
+        "it has a public name",
+    ),
+    Row(
+        "transformers.Trainer.create_accelerator_and_postprocess.gather_function",
+        "read",
+        ("trainer/mixin.py",),
+        "the bound gather that Trainer keeps: set again when gather is replaced",
+        f"{ACCELERATE}::test_callers_look_gather_up_on_the_accelerator",
+        "Trainer asks the accelerator at each call",
+    ),
+    Row(
+        "transformers.utils.loading_report.LoadStateDictInfo",
+        "read",
+        ("loading/from_rank0.py",),
+        "what the replaced loader returns: six fields",
+        f"{CONTRACT}::test_fields_of_the_loading_report",
+        "init_on_rank0 goes",
+    ),
+    Row(
+        "transformers.PreTrainedModel._get_dtype_plan",
+        "read",
+        ("loading/dtypes.py",),
+        "what stays in float32",
+        f"{CONTRACT}::test_dtype_plan_and_head_initialisation",
+        "it has a public name",
+    ),
+    Row(
+        "transformers.PreTrainedModel._no_split_modules",
+        "read",
+        ("sharding/outer_fsdp.py",),
+        "the layers to shard one by one",
+        f"{CONTRACT}::test_models_name_their_decoder_layers",
+        "it has a public name",
+    ),
+    Row(
+        "transformers.PreTrainedModel._keys_to_ignore_on_save",
+        "read",
+        ("checkpoint/hub.py",),
+        "what save_pretrained leaves out",
+        f"{CONTRACT}::test_private_records_of_models_and_configs",
+        "it has a public name",
+    ),
+    Row(
+        "transformers.distributed.mixin._device_mesh",
+        "read",
+        ("trainer/refusals.py",),
+        "a model that Transformers has distributed is refused",
+        f"{CONTRACT}::test_private_records_of_models_and_configs",
+        "Transformers has a public way to ask",
+    ),
+    Row(
+        "transformers.PreTrainedConfig._name_or_path",
+        "read",
+        ("trainer/reference.py",),
+        "where a policy came from, so that its reference is read from there",
+        f"{CONTRACT}::test_private_records_of_models_and_configs",
+        "name_or_path is public everywhere",
+    ),
+    Row(
+        "transformers.TrainingArguments._n_gpu",
+        "read",
+        ("arguments/turbo_arguments.py",),
+        "DataParallel over several GPUs of one process is refused",
+        f"{CONTRACT}::test_private_records_of_models_and_configs",
+        "DataParallel leaves Trainer",
+    ),
+    *(
+        Row(
+            f"transformers.core_model_loading.WeightTransform.{name}",
+            "read",
+            ("checkpoint/facts.py",),
+            "which conversions a checkpoint was loaded by",
+            f"{CONTRACT}::test_conversions_keep_their_original_patterns",
+            "conversions can be compared",
+        )
+        for name in ("_original_source_patterns", "_original_target_patterns")
+    ),
+    *(
+        Row(
+            f"transformers.utils.hub.cached_files._raise_exceptions_for_{kind}",
+            "read",
+            ("loading/files.py",),
+            "a file that is not there is an answer, not an error",
+            f"{CONTRACT}::test_a_missing_file_can_be_asked_for_quietly",
+            "cached_file has a public way",
+        )
+        for kind in ("gated_repo", "missing_entries", "connection_errors")
+    ),
+    Row(
+        "transformers.integrations.moe._default_apply_gate",
+        "read",
+        ("sharding/expert_parallel.py",),
+        "experts with the usual gate may run as one fused block",
+        f"{CONTRACT}::test_gate_rows_come_first_in_qwen3_moe",
+        STAYS,
+    ),
+    Row(
+        "transformers.integrations.moe._apply_gate",
+        "read",
+        ("sharding/expert_parallel.py",),
+        "the gate of experts of one family",
+        f"{CONTRACT}::test_gate_rows_come_first_in_qwen3_moe",
+        STAYS,
+    ),
+    Row(
+        "transformers.modeling_flash_attention_utils._flash_attention_forward",
+        "read",
+        ("context_parallel/local_attention.py",),
+        "flash attention with lengths that are known once a step",
+        f"{CONTRACT}::test_arguments_of_flash_attention",
+        "it has a public name",
+    ),
+    Row(
+        "trl.trainer.utils.create_model_from_path",
+        "read",
+        ("parallelize/trainer_family.py",),
+        "models are loaded as TRL loads them",
+        f"{CONTRACT}::test_trl_loads_models_through_one_function",
+        STAYS,
+    ),
+    Row(
+        "accelerate.state.GradientState.end_of_dataloader",
+        "read",
+        ("trainer/evaluation.py",),
+        "whether this batch may hold repeats",
+        f"{ACCELERATE}::test_gradient_state_knows_the_repeats_of_the_last_batch",
+        "accelerate drops repeats from gather, too",
+    ),
+    Row(
+        "accelerate.state.GradientState.remainder",
+        "read",
+        ("trainer/evaluation.py",),
+        "how many real samples are in it",
+        f"{ACCELERATE}::test_gradient_state_knows_the_repeats_of_the_last_batch",
+        "accelerate drops repeats from gather, too",
+    ),
+    Row(
+        "accelerate.state.GradientState.active_dataloader",
+        "read",
+        ("trainer/evaluation.py",),
+        "whose batch it is",
+        f"{ACCELERATE}::test_gradient_state_knows_the_repeats_of_the_last_batch",
+        "accelerate drops repeats from gather, too",
+    ),
+    Row(
+        "accelerate.data_loader.DataLoaderShard.total_batch_size",
+        "read",
+        ("trainer/evaluation.py",),
+        "samples of a batch over all data ranks",
+        f"{ACCELERATE}::test_the_batch_size_of_a_loader_counts_all_ranks",
+        "accelerate drops repeats from gather, too",
+    ),
+    Row(
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        "read",
+        ("sharding/outer_fsdp.py",),
+        "which unit manages a parameter",
+        f"{TORCH}::test_fsdp_records_what_it_manages",
+        "torch has a public way to ask",
+    ),
+    *(
+        Row(
+            f"torch.distributed.fsdp._fully_shard._fsdp_state.{name}",
+            "read",
+            ("sharding/outer_fsdp.py",),
+            "the parameters of a unit; the list since torch 2.11, one group before",
+            f"{TORCH}::test_fsdp_records_what_it_manages",
+            until,
+        )
+        for name, until in (
+            ("_fsdp_param_groups", "torch has a public way to ask"),
+            ("_fsdp_param_group", "the floor is torch 2.11"),
+        )
+    ),
+    Row(
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._module_info",
+        "read",
+        ("sharding/outer_fsdp.py",),
+        "module and name of a managed parameter",
+        f"{TORCH}::test_fsdp_records_what_it_manages",
+        "torch has a public way to ask",
+    ),
+    Row(
+        "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+        "read",
+        ("sharding/gradient_copy.py",),
+        "the module whose function is replaced",
+        "test_gradient_copy.py::test_fsdp_fills_its_buffer_through_the_name_we_replace",
+        "torch makes the table on the device",
+    ),
+    Row(
+        "torch.distributed.device_mesh.DeviceMesh._flatten",
+        "read",
+        ("parallel_state.py",),
+        "one shard axis of efsdp and expert_cp",
+        f"{TORCH}::test_mesh_and_dtensor_names",
+        "it has a public name",
+    ),
+    Row(
+        "torch.distributed.device_mesh.DeviceMesh._concatenate",
+        "read",
+        ("parallel_state.py",),
+        "edp before a flattened axis",
+        f"{TORCH}::test_mesh_and_dtensor_names",
+        "it has a public name",
+    ),
+    Row(
+        "torch.distributed.distributed_c10d._set_pg_timeout",
+        "read",
+        ("parallel_state.py",),
+        "groups of a mesh have the run's timeout",
+        f"{TORCH}::test_group_timeout_setter",
+        "meshes take a timeout",
+    ),
+    Row(
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        "read",
+        ("shards.py",),
+        "which part of a tensor this rank holds",
+        f"{TORCH}::test_mesh_and_dtensor_names",
+        "it has a public name",
+    ),
+    Row(
+        "torch.distributed.ProcessGroup._get_backend",
+        "read",
+        ("ops/npu.py",),
+        "the HCCL name of a group, which MC2 wants",
+        f"{TORCH}::test_private_functions_of_tensors_and_groups",
+        "torch_npu gives it",
+    ),
+    *(
+        Row(
+            f"torch.{name}",
+            "read",
+            (file,),
+            why,
+            f"{TORCH}::test_private_functions_of_tensors_and_groups",
+            "it has a public name",
+        )
+        for name, file, why in (
+            ("_foreach_mul_", "ops/torch.py", "gradients scaled in one launch"),
+            ("_foreach_norm", "grad_norm.py", "norms in one launch"),
+        )
+    ),
+    *(
+        Row(
+            f"torch.nn.Module.{name}",
+            "read",
+            files,
+            why,
+            f"{TORCH}::test_private_records_of_modules",
+            STAYS,
+        )
+        for name, files, why in (
+            (
+                "_parameters",
+                (
+                    "loading/heads.py",
+                    "parallelize/ignored_modules.py",
+                    "sharding/expert_parallel.py",
+                    "shards.py",
+                ),
+                "another tensor in a parameter's place, without registration",
+            ),
+            ("_buffers", ("parallelize/build.py", "shards.py"), "the same for buffers"),
+            ("_modules", ("lora/adapter.py",), "the wrapped module in its wrapper's place while it loads"),
+            ("_non_persistent_buffers_set", ("shards.py",), "buffers that no checkpoint has"),
+        )
+    ),
+    *(
+        Row(
+            f"torch.optim.lr_scheduler.SequentialLR.{name}",
+            "read",
+            ("checkpoint/scheduler.py",),
+            "state of a chain of schedulers, followed to other optimizer groups",
+            f"{TORCH}::test_state_of_a_chain_of_schedulers",
+            STAYS,
+        )
+        for name in ("_schedulers", "_milestones")
+    ),
+    Row(
+        "peft.tuners.tuners_utils.BaseTunerLayer",
+        "read",
+        ("lora/adapter.py",),
+        "which modules PEFT put in place of others",
+        f"{SEAMS}::test_names_of_peft_that_lora_reads",
+        STAYS,
+    ),
+    Row(
+        "peft.utils.other.AuxiliaryTrainingWrapper",
+        "read",
+        ("lora/adapter.py",),
+        "the same, for modules that are trained whole",
+        f"{SEAMS}::test_names_of_peft_that_lora_reads",
+        STAYS,
+    ),
+    Row(
+        "peft.tuners.lora.layer.LoraLayer.reset_lora_parameters",
+        "read",
+        ("lora/adapter.py",),
+        "draws the factors as PEFT does",
+        f"{SEAMS}::test_peft_keeps_what_expert_lora_reads",
+        STAYS,
+    ),
+)
+
+
+def _fact(name: str, how: str, file: str, why: str, test: str) -> Row:
+    return Row(name, "fact", (file,), f"{why} (``{how}``)", f"{FACTS}::{test}", "the model class or config says it")
+
+
+QWEN3 = "transformers.models.qwen3_moe.modeling_qwen3_moe"
+FACT_ROWS = (
+    _fact(
+        f"{QWEN3}.ALL_ATTENTION_FUNCTIONS",
+        "co_names",
+        "context_parallel/exactness.py",
+        "a module whose forward asks this registry is softmax attention",
+        "test_facts_of_a_family",
+    ),
+    _fact(
+        f"{QWEN3}.Qwen3MoeAttention.forward.sliding_window",
+        "co_consts",
+        "context_parallel/exactness.py",
+        "a forward that passes it on by name does not leave its window to a mask",
+        "test_facts_of_a_family",
+    ),
+    _fact(
+        f"{QWEN3}.create_sliding_window_causal_mask",
+        "__globals__",
+        "context_parallel/exactness.py",
+        "a file that has it makes window masks",
+        "test_facts_of_a_family",
+    ),
+    _fact(
+        f"{QWEN3}.eager_attention_forward",
+        "__globals__",
+        "context_parallel/local_attention.py",
+        "the file's own eager attention",
+        "test_eager_attention_of_a_family",
+    ),
+    _fact(
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter.forward.topk",
+        "co_names",
+        "dispatch/recompute.py",
+        "a module beside experts that calls it is their router",
+        "test_facts_of_a_family",
+    ),
+    _fact(
+        "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.torch_chunk_gated_delta_rule",
+        "co_names",
+        "kernels/rebinding.py",
+        "a module whose forward calls it is linear attention",
+        "test_facts_of_a_family",
+    ),
+    _fact(
+        "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.causal_conv1d_fn",
+        "__globals__",
+        "kernels/rebinding.py",
+        "replaced where the file has it",
+        "test_globals_of_linear_attention_and_rotary_embedding",
+    ),
+    _fact(
+        "trl.trainer.utils.add_fused_lm_head.fused_lm_head",
+        "co_varnames",
+        "context_parallel/sharded_head.py",
+        "a forward with this argument has TRL's fused LM head",
+        "test_the_fused_head_behind_a_decorator",
+    ),
+    _fact(
+        "transformers.models.gpt_oss.modeling_gpt_oss.GptOssModel.forward.inputs_embeds",
+        "getsource",
+        "packing/prepared_masks.py",
+        "a forward whose calls with config, inputs_embeds and attention_mask have no position_ids makes masks that "
+        "ignore packed documents",
+        "test_masks_are_made_in_the_forward_we_read",
+    ),
+)
+
+TABLE: tuple[Row, ...] = (*OVERRIDES, *REPLACED, *SET, *READ, *FACT_ROWS)
+
+INTRODUCTION = """\
+# Upstream names we lean on
+
+Public functions that are called as documented are not here. What is here may change in any release of torch,
+Transformers, accelerate, TRL or PEFT without a word, so each name has a test that then fails and names it.
+
+A new release: run `pytest tests/unit` with it. A test that fails says which name changed; the row here says what we
+need it for, in which files, and when it could go.
+
+To change this page change `tests/support/upstream_table.py`, then run `python -m tests.support.upstream_table`. A test
+compares both, asks the installed releases for every name, and reads our sources: a private name, a set attribute or a
+fact read from code that has no row here fails it.
+"""
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as the page has it."""
+    files = ", ".join(f"`{file}`" for file in row.files)
+    return f"`{row.name}`", files, row.why.replace("``", "`"), f"`{row.test}`", row.until
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for kind, title in KINDS.items():
+        parts += [f"## {title}\n", "| name | where | what for | test | when it can go |", "|---|---|---|---|---|"]
+        parts += [f"| {' | '.join(cells(row))} |" for row in TABLE if row.kind == kind]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def find(name: str) -> tuple[object, list[str]]:
+    """The object of the longest importable or readable start of a path, and the parts after it."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        break
+    else:
+        raise ModuleNotFoundError(name)
+    rest = parts[length:]
+    while rest and hasattr(found, rest[0]):
+        found = getattr(found, rest.pop(0))
+    return found, rest
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
