@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from hf_fsdpturbo.checkpoint import commit, dcp, facts, hub
+from hf_fsdpturbo.checkpoint import commit, dcp, facts, hub, unused
 
 _OURS = re.compile(
     r"dcp|optimizer\.json|topology\.json|COMPLETE\.json|scheduler\.pt|scaler\.pt|rng_state.*\.pth|trainer_state\.json"
-    r"|training_args\.bin|model.*\.safetensors(\.index\.json)?"
+    r"|training_args\.bin|(model.*|unused)\.safetensors(\.index\.json)?"
 )
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -39,7 +39,7 @@ class _Reader(FileSystemReader):
 
 
 class DcpTensors:
-    """Tensors of a DCP directory for :func:`hub.export_tensors`; those of one module are kept while it is converted.
+    """Tensors of a DCP directory for :func:`hub.export_tensors`; those of one conversion are kept while it runs.
 
     Args:
         directory: DCP directory.
@@ -51,11 +51,13 @@ class DcpTensors:
         self.directory, self.reader = directory, _Reader(directory)
         self.held: dict[str, Tensor] = {}
 
+    def begin(self, names: tuple[str, ...]) -> None:
+        """Keep no other tensors than these."""
+        self.held = {name: tensor for name, tensor in self.held.items() if name in names}
+
     def rows(self, name: str, start: int, stop: int, writer: int) -> Tensor | None:
         """Rows ``[start, stop)`` on the CPU."""
         if name not in self.held:
-            module = name.rpartition(".")[0]
-            self.held = {other: tensor for other, tensor in self.held.items() if other.rpartition(".")[0] == module}
             meta = self.tensors[name]
             whole = torch.empty(meta.shape, dtype=meta.dtype)
             dcp.read_into(self.directory, {f"model.{name}": whole}, self.reader)
@@ -63,6 +65,10 @@ class DcpTensors:
         return self.held[name][start:stop] if self.held[name].ndim else self.held[name]
 
     def owner_of_rows(self, name: str, start: int, stop: int) -> list[int]:
+        """The one process there is."""
+        return [0]
+
+    def sharers_of_rows(self, name: str, start: int, stop: int) -> list[int]:
         """The one process there is."""
         return [0]
 
@@ -120,6 +126,7 @@ def export_checkpoint(checkpoint: str, out: str, max_file_bytes: int, trust_remo
     if os.path.isdir(out) and os.listdir(out):
         raise ValueError(f"{out} is not empty. Choose a new directory.")
     model = skeleton(checkpoint, trust_remote_code)
+    unused.adopt(model, checkpoint)
     saved = dcp.saved_shapes(dcp.read_metadata(directory), "model.")
     wanted = hub.saved_tensors(model)
     dcp.check_fit(directory, {name: saved[name] for name in wanted if name in saved}, wanted, same_dtype=False)

@@ -37,6 +37,7 @@ DEFAULT = "default"
 
 SHORTHAND = ("ep_size", "ep_dispatcher")
 INTEGERS = ("ep_size", "dp_size", "cp_size", "mp_replicate_size", "mp_shard_size", "dist_timeout")
+BOOLEANS = ("drop_unused_tensors",)
 # Public fields with their defaults in force; FSDPTurboArguments' fields have equal ones (tested), marked as unset.
 PUBLIC_DEFAULTS: dict[str, Any] = {
     "dist_config": None,
@@ -50,6 +51,7 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "dist_timeout": 18000,
     "kernel_config": None,
     "init_config": {"name": "init_on_meta"},
+    "drop_unused_tensors": False,
     "check_loading": "sample",
 }
 CHECK_LOADING = ("sample", "full", "off")
@@ -140,6 +142,10 @@ def _from_text(name: str, text: str) -> Any:
     variable = ENV_PREFIX + name.upper()
     if not text.strip():
         raise ValueError(f"The environment's {variable} is empty. Give it a value, or unset it.")
+    if name in BOOLEANS:
+        if text.strip().lower() not in ("true", "false"):
+            raise ValueError(f"The environment's {variable} must be true or false, but it is {text!r}. Correct it.")
+        return text.strip().lower() == "true"
     if name not in INTEGERS:
         return text
     try:
@@ -163,6 +169,8 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
         if name in INTEGERS:
             check_type(name, value, int)
             positive(name, value)
+        if name in BOOLEANS:
+            check_type(name, value, bool)
     if (mode := values.get("cp_mode", "ulysses")) != "ulysses":
         raise ValueError(f"cp_mode must be 'ulysses', the only mode there is, but it is {mode!r}. Leave cp_mode out.")
     if "check_loading" in values:

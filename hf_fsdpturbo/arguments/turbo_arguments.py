@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.arguments.defaults import UnsetDict, UnsetInt, UnsetStr, is_given
@@ -107,6 +107,10 @@ class FSDPTurboArguments:
     init_config: dict | str | None = field(
         default_factory=lambda: UnsetDict(name="init_on_meta"),
         metadata={"help": "How weights are read: name init_on_meta, init_on_rank0 or init_on_default."},
+    )
+    drop_unused_tensors: bool = field(
+        default=cast(bool, UnsetInt(0)),
+        metadata={"help": "Leave out of what is saved the tensors of the checkpoint that the model does not use."},
     )
     check_loading: str = field(
         default=UnsetStr("sample"),

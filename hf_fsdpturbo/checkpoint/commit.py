@@ -35,6 +35,12 @@ def staging_dir(run_dir: str) -> str:
     return os.path.join(run_dir, STAGING)
 
 
+def final_dir(staged: str) -> str:
+    """Where a checkpoint that is being written will be: ``_saving/<name>`` -> ``<name>`` in the run's directory."""
+    parent, name = os.path.split(os.path.abspath(staged))
+    return os.path.join(os.path.dirname(parent), name) if os.path.basename(parent) == STAGING else staged
+
+
 def open_staging(run_dir: str, name: str) -> None:
     """Remove what earlier runs left and make ``_saving/<name>`` anew; one rank does it.
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
+from hf_fsdpturbo.checkpoint import unused
 from hf_fsdpturbo.checkpoint.commit import read_json, write_json
 from hf_fsdpturbo.ranks import FAILURES, agree, together, world_size
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
@@ -141,15 +142,11 @@ def save_async(state: dict[str, Tensor], directory: str, group: dist.ProcessGrou
     Args:
         group: a gloo group of its own: on the default group its collectives would mix with those of training.
     """
-    owned = {key: _staging_copy(tensor) for key, tensor in state.items()}
+    # copied here: a shard that is a view into a larger storage breaks torch's own staging
+    owned = {key: tensor.detach().to("cpu", copy=True) for key, tensor in state.items()}
     return dcp.async_save(
         owned, storage_writer=FileSystemWriter(directory), process_group=group, no_dist=world_size() == 1
     )
-
-
-def _staging_copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU: a shard that is a view into a larger storage breaks torch's own staging."""
-    return tensor.detach().to("cpu", copy=True)
 
 
 def write_optimizer_json(model: nn.Module, optimizer: torch.optim.Optimizer, directory: str) -> None:
@@ -232,6 +229,7 @@ def load_model(directory: str, model: nn.Module, trainable_only: bool = False) -
     with together(f"checking {directory}"):
         wanted = model_tensors(model, trainable_only)
         check_fit(directory, saved_shapes(read_metadata(directory), "model."), wanted)
+        unused.adopt(model, os.path.dirname(os.path.abspath(directory)))
     read_into(directory, {f"model.{name}": tensor for name, tensor in wanted.items()})
 
 

@@ -18,23 +18,19 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from hf_fsdpturbo.checkpoint import unused
 from hf_fsdpturbo.checkpoint.commit import wait_visible
-from hf_fsdpturbo.checkpoint.hub_plan import File, Job, Output, assign_writers, lay_out, make_jobs
+from hf_fsdpturbo.checkpoint.conversion_groups import rules_kept
+from hf_fsdpturbo.checkpoint.hub_plan import File, Job, Output, assign_writers, carried_jobs, lay_out, make_jobs
 from hf_fsdpturbo.checkpoint.rank_tensors import RankTensors
-from hf_fsdpturbo.model_spec import find_experts
-from hf_fsdpturbo.ranks import FAILURES, agree, rank, together, world_size
+from hf_fsdpturbo.checkpoint.unused import Carried, header_bytes
+from hf_fsdpturbo.ranks import FAILURES, agree, from_rank0, rank, together, world_size
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
 CHUNK_BYTES = 64 * 2**20
 STAGING = "_saving-model"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 
 
 class TensorSource(Protocol):
@@ -42,12 +38,20 @@ class TensorSource(Protocol):
 
     tensors: dict[str, Tensor]
 
+    def begin(self, names: tuple[str, ...]) -> None:
+        """The next rows asked for are of these tensors."""
+        ...
+
     def rows(self, name: str, start: int, stop: int, writer: int) -> Tensor | None:
         """Rows ``[start, stop)`` on the CPU of ``writer``."""
         ...
 
     def owner_of_rows(self, name: str, start: int, stop: int) -> list[int]:
         """Ranks that hold all of them."""
+        ...
+
+    def sharers_of_rows(self, name: str, start: int, stop: int) -> list[int]:
+        """Ranks that hold some of them."""
         ...
 
 
@@ -83,8 +87,10 @@ def export_model(model: PreTrainedModel, directory: str, max_file_bytes: int) ->
 
 def export_tensors(model: PreTrainedModel, source: TensorSource, directory: str, max_file_bytes: int) -> list[str]:
     """:func:`export_model` from any source; ``model`` gives names only and may be on meta."""
+    extra = from_rank0(unused.readable(model) if rank() == 0 else None)
     with together("planning the export"):
-        jobs = make_jobs(model, source.tensors, find_experts(model, 1))
+        jobs = make_jobs(model, source.tensors)
+        jobs += carried_jobs(extra, jobs)
         total = sum(output.nbytes for job in jobs for output in job.outputs)
         if world_size() > 1 and total > max_file_bytes:
             assign_writers(jobs, _owners(jobs, source), world_size())
@@ -97,20 +103,24 @@ def export_tensors(model: PreTrainedModel, source: TensorSource, directory: str,
     with together(f"finding {staging}"):
         wait_visible(staging)
     names = _file_names(len(files))
-    error = _Writer(model, source, files, [os.path.join(staging, name) for name in names]).run(jobs)
+    with rules_kept(model):
+        error = _Writer(model, source, files, [os.path.join(staging, name) for name in names]).run(jobs)
     agree(error, f"writing the weights to {directory}")
     with together(f"publishing the weights in {directory}"):
         if rank() == 0:
             publish(staging, directory, names, files)
+            unused.settle(model, [os.path.join(directory, name) for name in names])
     return names
 
 
 def _owners(jobs: list[Job], source: TensorSource) -> dict[int, list[int]]:
+    """For each job of one expert, ranks that hold all it reads, else those that hold some: fewest messages."""
     owners: dict[int, list[int]] = {}
     for index, job in enumerate(jobs):
         if job.row is not None:
-            held = [set(source.owner_of_rows(name, job.row, job.row + 1)) for name in job.sources]
-            owners[index] = sorted(set.intersection(*held))
+            held = [source.owner_of_rows(name, job.row, job.row + 1) for name in job.sources]
+            whole = held[0] if all(ranks == held[0] for ranks in held) else sorted(set.intersection(*map(set, held)))
+            owners[index] = whole or source.sharers_of_rows(job.sources[0], job.row, job.row + 1)
     return owners
 
 
@@ -129,7 +139,7 @@ def publish(staging: str, directory: str, names: list[str], files: list[File]) -
         outputs = [output for file in files for output in file.outputs]
         index = {
             "metadata": {
-                "total_parameters": sum(output.nbytes // output.dtype.itemsize for output in outputs),
+                "total_parameters": sum(output.numel for output in outputs),
                 "total_size": sum(output.nbytes for output in outputs),
             },
             "weight_map": {o.name: name for name, file in zip(names, files, strict=True) for o in file.outputs},
@@ -141,19 +151,6 @@ def publish(staging: str, directory: str, names: list[str], files: list[File]) -
             os.fsync(file.fileno())
         os.replace(path, os.path.join(directory, INDEX))
     shutil.rmtree(staging, ignore_errors=True)
-
-
-def header_bytes(outputs: list[Output]) -> bytes:
-    """Header of a safetensors file with tensors in the order of ``outputs``: 8 bytes of length, then padded JSON."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for output in outputs:
-        offsets = [start, start + output.nbytes]
-        entries[output.name] = {"dtype": _DTYPES[output.dtype], "shape": list(output.shape), "data_offsets": offsets}
-        start += output.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 class _Writer:
@@ -198,32 +195,50 @@ class _Writer:
         return self.error
 
     def _run_job(self, job: Job) -> None:
-        if job.verbatim:
-            (name,), (output,) = job.sources, job.outputs
-            for start, stop in _chunks(self.source.tensors[name]):
-                rows = self.source.rows(name, start, stop, job.writer)
-                if rows is not None:
-                    row_bytes = output.nbytes // output.shape[0] if output.shape else 0
-                    self._write(output, rows, start * row_bytes)
+        if job.carried:
+            self._copy(cast(Carried, job.outputs[0]), job.writer)
             return
+        self.source.begin(job.sources)
+        tensors = [self.source.tensors[name] for name in job.sources]
+        if job.row is not None:
+            self._run_rows(job, [(job.row, job.row + 1)] * len(tensors))
+        elif job.whole:
+            self._run_rows(job, [(0, tensor.shape[0] if tensor.ndim else 1) for tensor in tensors])
+        else:
+            for span in _chunks(tensors):
+                self._run_rows(job, [span] * len(tensors), at_row=span[0])
+
+    def _run_rows(self, job: Job, spans: list[tuple[int, int]], at_row: int = 0) -> None:
+        """Bring rows of each source to the writer, convert them and write them from row ``at_row`` of the outputs."""
         parts: dict[str, Tensor] = {}
-        for name in job.sources:
-            tensor = self.source.tensors[name]
-            span = (0, tensor.shape[0] if tensor.ndim else 1) if job.row is None else (job.row, job.row + 1)
-            part = self.source.rows(name, *span, job.writer)
+        for name, (start, stop) in zip(job.sources, spans, strict=True):
+            part = self.source.rows(name, start, stop, job.writer)
             if part is not None:
                 parts[name] = part
-        if job.writer == rank() and self.error is None:
-            try:
-                converted = revert_weight_conversion(self.model, parts)
-            except FAILURES as error:
-                self.error = error
-                return
-            by_order = list(converted.values()) if job.row is not None else [converted[o.name] for o in job.outputs]
-            for output, tensor in zip(job.outputs, by_order, strict=True):
-                self._write(output, tensor, 0)
+        if job.writer != rank() or self.error is not None:
+            return
+        try:
+            made = parts if job.verbatim else revert_weight_conversion(self.model, parts)
+        except FAILURES as error:
+            self.error = error
+            return
+        # what comes of some rows is named by its place among them
+        ordered = [made[output.name] for output in job.outputs] if job.whole else list(made.values())
+        for output, tensor in zip(job.outputs, ordered, strict=True):
+            row_bytes = output.nbytes // output.shape[0] if output.shape else 0
+            self._write(output, tensor, at_row * row_bytes)
 
-    def _write(self, output: Output, tensor: Tensor, offset: int) -> None:
+    def _copy(self, tensor: Carried, writer: int) -> None:
+        if writer != rank() or self.error is not None:
+            return
+        descriptor, start = self.place[tensor.name]
+        try:
+            for offset, piece in tensor.chunks():
+                _write_all(descriptor, memoryview(piece), start + offset)
+        except OSError as error:
+            self.error = error
+
+    def _write(self, output: Output | Carried, tensor: Tensor, offset: int) -> None:
         if self.error is not None:
             return
         descriptor, start = self.place[output.name]
@@ -235,13 +250,16 @@ class _Writer:
             self.error = error
 
 
-def _chunks(tensor: Tensor) -> list[tuple[int, int]]:
-    """Row ranges of at most :data:`CHUNK_BYTES` (at least one row)."""
-    if tensor.ndim == 0 or tensor.numel() == 0:
-        return [(0, 1)] if tensor.ndim == 0 else []
-    row_bytes = tensor.numel() // tensor.shape[0] * tensor.element_size()
-    step = max(CHUNK_BYTES // max(row_bytes, 1), 1)
-    return [(start, min(start + step, tensor.shape[0])) for start in range(0, tensor.shape[0], step)]
+def _chunks(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Row ranges of at most :data:`CHUNK_BYTES` of all tensors together (at least one row)."""
+    if tensors[0].ndim == 0:
+        return [(0, 1)]
+    rows = tensors[0].shape[0]
+    row_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors) // max(rows, 1)
+    if not row_bytes:
+        return []
+    step = max(CHUNK_BYTES // row_bytes, 1)
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:

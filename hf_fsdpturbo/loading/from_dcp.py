@@ -6,7 +6,7 @@ import os
 
 from torch import nn
 
-from hf_fsdpturbo.checkpoint import commit, dcp
+from hf_fsdpturbo.checkpoint import commit, dcp, unused
 from hf_fsdpturbo.ranks import together
 
 
@@ -29,4 +29,5 @@ def load_dcp(model: nn.Module, path: str) -> None:
         if not prefix:  # such a directory may hold an optimizer beside the model
             saved = {name: entry for name, entry in saved.items() if name in wanted}
         dcp.check_fit(directory, saved, wanted, same_dtype=False)
+        unused.adopt(model, path)
     dcp.read_into(directory, {f"{prefix}{name}": tensor for name, tensor in wanted.items()})

@@ -28,7 +28,7 @@ class _Source:
     shape: tuple[int, ...]
 
 
-def check_headers(model: PreTrainedModel, directory: str, headers: Headers) -> None:
+def check_headers(model: PreTrainedModel, directory: str, headers: Headers) -> list[str]:
     """Compare what the files hold with what the (meta) model needs, by Transformers' own renaming and conversion.
 
     Keys that the model does not know, and parameters that no key belongs to, are left to the loader's report: it knows
@@ -38,6 +38,9 @@ def check_headers(model: PreTrainedModel, directory: str, headers: Headers) -> N
         model: built, not yet sharded.
         directory: of the checkpoint, for the messages.
         headers: of all its files.
+
+    Returns:
+        keys that belong to no parameter or buffer of the model.
 
     Raises:
         ValueError: a tensor of another shape, or an incomplete set of per-expert tensors; names file and key.
@@ -50,6 +53,7 @@ def check_headers(model: PreTrainedModel, directory: str, headers: Headers) -> N
     rules = [t for t in transforms if isinstance(t, WeightConverter)]  # two of them may have one pattern, scoped apart
     converters = {pattern: rule for rule in rules for pattern in rule.source_patterns}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    unknown: list[str] = []
     stacked: dict[str, dict[str, list[_Source]]] = {}
     for file, header in headers.items():
         for key, entry in header.items():
@@ -61,8 +65,11 @@ def check_headers(model: PreTrainedModel, directory: str, headers: Headers) -> N
                 _check_shape(source, name, wanted[name])
             elif name in wanted and pattern is not None:
                 stacked.setdefault(name, {}).setdefault(pattern, []).append(source)
+            else:
+                unknown.append(key)
     for name, sources in stacked.items():
         _check_stack(name, wanted[name], sources, converters[next(iter(sources))])
+    return unknown
 
 
 def _check_shape(source: _Source, name: str, wanted: tuple[int, ...]) -> None:

@@ -14,7 +14,6 @@ from hf_fsdpturbo.loading.files import cached_headers, local_headers
 from hf_fsdpturbo.loading.headers import Headers, check_headers
 from hf_fsdpturbo.loading.heads import (
     FRESH_HEADS,
-    REPLACED_HEAD,
     draw_heads_whole,
     report_fresh_heads,
     same_random_state,
@@ -22,6 +21,7 @@ from hf_fsdpturbo.loading.heads import (
 from hf_fsdpturbo.loading.host_memory import freed_at_once
 from hf_fsdpturbo.loading.loading_check import check_loaded
 from hf_fsdpturbo.loading.source_map import SourceMap
+from hf_fsdpturbo.loading.unused_keys import settle_unused
 from hf_fsdpturbo.loading.whole_sources import exact_conversions
 from hf_fsdpturbo.ranks import raised_on_every_rank
 from hf_fsdpturbo.shards import own_storage
@@ -60,6 +60,7 @@ def load_sharded(
     shard: Callable[[nn.Module], nn.Module],
     *,
     device: torch.device,
+    drop_unused: bool = False,
     check_loading: str = "sample",
     **from_pretrained_kwargs: Any,
 ) -> nn.Module:
@@ -70,11 +71,12 @@ def load_sharded(
         build: a ``from_pretrained`` (or something that calls one with the keywords it gets).
         shard: shards a model on meta in place and returns it.
         device: where shards and non-persistent buffers live.
+        drop_unused: tensors of the checkpoint that the model class does not use are not carried into exports.
         check_loading: how much is compared with the files afterwards: ``sample``, ``full`` or ``off``.
         from_pretrained_kwargs: passed on (``dtype``, ``attn_implementation``, ...).
 
     Raises:
-        ValueError: a checkpoint file is missing, truncated or not safetensors; keys are missing, unexpected or of a
+        ValueError: a checkpoint file is missing, truncated or not safetensors; keys are missing or of a
             wrong shape; a conversion fails; what was loaded is not what the files hold. Raised on every rank.
     """
     from transformers.distributed import DistributedConfig
@@ -82,12 +84,13 @@ def load_sharded(
     kwargs = dict(from_pretrained_kwargs)
     kwargs["device_map"] = None if device.type == "cpu" else {"": device}
     found = SourceMap()
+    unknown: list[str] = []
     there: tuple[str, Headers] | None = None
 
     def shard_on_meta(model: nn.Module) -> nn.Module:
         nonlocal there
         there = there or cached_headers(path, from_pretrained_kwargs)
-        check_headers(cast(Any, model), *there)
+        unknown.extend(check_headers(cast(Any, model), *there))
         keep_float32(model)
         with same_random_state(device):
             model = shard(model)
@@ -102,13 +105,17 @@ def load_sharded(
         own_storage(model)
         if there is not None:
             check_loaded(model, found, *there, check_loading)
+            settle_unused(path, model, *there, unknown, fresh_head=bool(fresh_heads), drop=drop_unused)
     del model._init_weights
     report_fresh_heads(path, fresh_heads)
     return model
 
 
 def load_whole(
-    path: str, build: Callable[..., tuple[nn.Module, dict[str, Any]]], **from_pretrained_kwargs: Any
+    path: str,
+    build: Callable[..., tuple[nn.Module, dict[str, Any]]],
+    drop_unused: bool = False,
+    **from_pretrained_kwargs: Any,
 ) -> nn.Module:
     """Load a model whole on the CPU, checked as :func:`load_sharded` does; no collective, so it may fail here alone.
 
@@ -118,30 +125,36 @@ def load_whole(
     from transformers.distributed import DistributedConfig
 
     there = local_headers(path, from_pretrained_kwargs)
+    unknown: list[str] = []
 
     def check(model: nn.Module) -> nn.Module:
-        check_headers(cast(Any, model), *(there or cached_headers(path, from_pretrained_kwargs)))
+        nonlocal there
+        there = there or cached_headers(path, from_pretrained_kwargs)
+        unknown.extend(check_headers(cast(Any, model), *there))
         return model
 
     kwargs = {**from_pretrained_kwargs, "device_map": None}
     with sharding_during_load(check):
         model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
-    report_fresh_heads(path, check_loading_info(path, info))
+    fresh_heads = check_loading_info(path, info)
+    report_fresh_heads(path, fresh_heads)
+    if there is not None:
+        settle_unused(path, model, *there, unknown, fresh_head=bool(fresh_heads), drop=drop_unused)
     return model
 
 
 def check_loading_info(path: str, info: dict[str, Any]) -> list[str]:
     """Turn what Transformers only logs into errors; returns the fresh task-head keys.
 
+    Keys that the model class does not use are no fault: :func:`settle_unused` lists them.
+
     Raises:
-        ValueError: missing, unexpected or mismatched keys.
+        ValueError: missing or mismatched keys.
     """
     missing = sorted(str(key) for key in info.get("missing_keys", ()))
     fresh = [key for key in missing if key.startswith(FRESH_HEADS)]
-    unexpected = sorted(str(key) for key in info.get("unexpected_keys", ()))
     faults = {
         "missing": [key for key in missing if key not in fresh],
-        "unexpected": [key for key in unexpected if not (fresh and key.startswith(REPLACED_HEAD))],
         "of another shape": sorted(str(key) for key in info.get("mismatched_keys", ())),
         "unreadable": sorted(str(message) for message in info.get("error_msgs", ())),
     }

@@ -109,6 +109,7 @@ def build_model(
     storage = STORAGE_DTYPES.get(config.fsdpturbo_params.param_storage_dtype)
     if storage is not None:
         kwargs["dtype"] = storage
+    kwargs["drop_unused"] = config.drop_unused_tensors
     with raised_on_every_rank(f"loading {path}"):
         _refuse_quantised(path, kwargs)
     set_seed(cast(Any, config).seed)  # where TRL does it too: what a checkpoint lacks is drawn from here on

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_fsdpturbo.checkpoint import commit, dcp, facts
+from hf_fsdpturbo.checkpoint import commit, dcp, facts, unused
 from hf_fsdpturbo.checkpoint.background import BackgroundSave
 from hf_fsdpturbo.checkpoint.hub import export_model
 from hf_fsdpturbo.lora import adapter_files
@@ -134,6 +134,8 @@ class Saving:
                 dcp.write_optimizer_json(trainer.model, optimizer, output_dir)
                 described = facts.describe(trainer.model, sizes_of(trainer))
                 commit.write_json(os.path.join(output_dir, facts.TOPOLOGY_JSON), described)
+                if not adapter_files.is_peft(trainer.model):
+                    unused.keep_beside(trainer.model, output_dir)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch warns whenever a scheduler is saved without its optimizer
                     torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))

@@ -210,6 +210,27 @@ def test_loaded_model_remembers_conversions_for_saving(tiny):
     assert "model.layers.0.mlp.experts.7.down_proj.weight" in revert_weight_conversion(model, model.state_dict())
 
 
+def test_what_finds_the_conversions_of_an_export(tiny):
+    """conversion_groups: the rules that ``revert_weight_conversion`` takes, reversed, name what belongs together."""
+    from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, dot_natural_key
+
+    model = AutoModelForCausalLM.from_pretrained(tiny("qwen3_moe"))
+    assert "add_legacy" in arguments(get_model_conversion_mapping)
+    assert issubclass(PrefixChange, WeightRenaming)
+    assert sorted(["a.10", "a.9"], key=dot_natural_key) == ["a.9", "a.10"]
+    (down,) = [
+        rule.reverse_transform()
+        for rule in model._weight_conversions
+        if isinstance(rule, WeightConverter) and "down_proj" in rule.target_patterns[0]
+    ]
+    renamed, pattern = down.rename_source_key("model.layers.3.mlp.experts.down_proj")
+    assert pattern is not None
+    assert renamed.startswith("model.layers.3.mlp.experts.")
+    assert down.rename_source_key("model.norm.weight") == ("model.norm.weight", None)
+
+
 def test_dtype_plan_and_head_initialisation():
     """keep_float32 and draw_heads_whole."""
     from transformers import PreTrainedModel

@@ -21,6 +21,7 @@ UNIT = Path(__file__).parent
 # Private-looking names in our sources that are not upstream's.
 OURS = {
     "_deleting": "suffix of a folder that is being removed",
+    "_fsdpturbo_unused": "ours, on a model: the tensors of its release that it does not use",
     "_gradient_divide_factor": "a field of fsdp_turbo's plan, older releases; tests/support/fsdp_turbo_stand_in",
 }
 # Attributes that our sources set on other objects, and that need no watching.

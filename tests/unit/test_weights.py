@@ -111,6 +111,10 @@ def test_a_fresh_task_head_is_fine():
     assert seam.check_loading_info("p", REPORT) == []
 
 
+def test_keys_that_the_class_does_not_use_are_no_fault():
+    assert seam.check_loading_info("p", {**REPORT, "unexpected_keys": {"mtp.fc.weight"}}) == []
+
+
 # Headers against models
 
 
