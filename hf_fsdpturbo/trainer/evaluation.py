@@ -168,11 +168,12 @@ class GatheredRows:
         Losses are ``S W / items`` for a sum S over this rank's tokens. With n samples and N tokens in all, one process
         weighs its batch with ``n S / N``: ``items = N c W / n``.
         """
+        if self.evaluating and self.cp_size > 1:
+            items = items * self.cp_size  # Trainer divided by it, but our gather has dropped the copies already
         counts = self.counts()
         if counts is None or not counts[self.data_rank]:
             return items
-        # Trainer divided by cp_size, but our gather has dropped the copies already.
-        return items * (self.cp_size * counts[self.data_rank] * self.data_ranks / sum(counts))
+        return items * (counts[self.data_rank] * self.data_ranks / sum(counts))
 
 
 def only_tensors(data: Any) -> bool:
