@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_fsdpturbo.model_spec import name_matches
 

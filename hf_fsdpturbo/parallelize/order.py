@@ -34,7 +34,12 @@ from hf_fsdpturbo.parallelize.routed_experts import expert_options, route_expert
 from hf_fsdpturbo.sharding import fsdp_turbo
 from hf_fsdpturbo.sharding.expert_fsdp import check_expert_shards
 from hf_fsdpturbo.sharding.expert_parallel import check_experts, shared_by_experts
-from hf_fsdpturbo.sharding.outer_fsdp import check_ownership, outer_fully_shard, reshard_without_backward
+from hf_fsdpturbo.sharding.outer_fsdp import (
+    check_ownership,
+    check_ties,
+    outer_fully_shard,
+    reshard_without_backward,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -112,6 +117,7 @@ def check_model(
         check_expert_shards(module, name, counts[name] // sizes.ep_size, sizes.expert_shard_size)
     if params.ep_backend == "fsdp_turbo":
         notes += fsdp_turbo.check_upstream(params, model, state.device_type)
+    check_ties(model)
     check_patterns(model, params.fsdp_ignored_modules, _parameters(model, counts))
     if not getattr(args, "bf16", False) and (stored := half_precision(model)):
         notes.append(

@@ -40,6 +40,25 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return chosen
 
 
+def check_ties(model: nn.Module) -> None:
+    """No parameter is read by two decoder layers, or by a layer and the root: FSDP gathers it in one of them only.
+
+    Raises:
+        ValueError: naming two of the places.
+    """
+    layers = {module: layer for layer in decoder_layers(model) for module in layer.modules()}
+    seen: dict[nn.Parameter, tuple[nn.Module | None, str]] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            here = (layers.get(module), f"{module_name}.{name}")
+            first = seen.setdefault(parameter, here)
+            if first[0] is not here[0]:
+                raise ValueError(
+                    f"{type(model).__name__} ties {first[1]} and {here[1]}, which lie in two decoder layers, or in a "
+                    "layer and outside: one would be read while it is not gathered. Train it in one process."
+                )
+
+
 @dataclass
 class OuterUnits:
     """What :func:`outer_fully_shard` made: names of the units, and parameters that stay whole on every rank."""

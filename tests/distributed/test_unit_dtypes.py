@@ -1,4 +1,4 @@
-"""Units of two dtypes, however they are nested: every gradient is the mean over the ranks, counted once in the norm."""
+"""Units of two dtypes, however nested: every gradient is the mean over the ranks and counts once in the norm."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 def test_every_gradient_is_the_mean_over_ranks(found):
     """Float32 parameters to float32's rounding, bf16 ones to theirs; two micro-batches are summed in float32 here."""
+    half = ("up.weight", "up.bias", "down.weight", "down.bias", "head.weight", "bonus")
     for name, off in found["off"].items():
-        assert off < (1e-2 if name.endswith(("up.weight", "up.bias", "down.weight", "down.bias", "head.weight", "bonus"))
-                      else 1e-5), (name, off)  # fmt: skip
+        assert off < (1e-2 if name.endswith(half) else 1e-5), (name, off)
 
 
 def test_norm_counts_each_element_once(found):
@@ -143,7 +143,7 @@ def test_large_ones_are_sharded_where_their_readers_run(found):
         return  # then most of what trains in a layer is float32, and the bf16 rest is what needs another place
     blocks = [f"base.{layer}.blocks.{block}" for layer in (1, 2) for block in (0, 1)]
     assert set(found["units"]) == {"base.1", "base.2", *blocks, "base", "(root)"}
-    small = {"norm.weight", "norm.bias", *(f"blocks.{b}.{p}" for b in (0, 1) for p in ("sink", "scale", "gate.1.0.bias"))}
-    assert set(found["whole"]) == {f"base.{layer}.{name}" for layer in (1, 2) for name in small} | {
-        "base.3.weight", "base.3.bias"
-    }  # fmt: skip
+    inside = ("sink", "scale", "gate.1.0.bias")
+    small = {"norm.weight", "norm.bias", *(f"blocks.{block}.{name}" for block in (0, 1) for name in inside)}
+    layers = {f"base.{layer}.{name}" for layer in (1, 2) for name in small}
+    assert set(found["whole"]) == layers | {"base.3.weight", "base.3.bias"}
