@@ -63,6 +63,12 @@ def run_in_autocast(module: nn.Module, device_type: str, dtype: torch.dtype, ena
     module.register_forward_hook(hooks.leave, always_call=True)
 
 
+def compute_rows_in(experts: nn.Module, dtype: torch.dtype | None) -> None:
+    """Hand an experts module of the upstream library its rows in ``dtype`` (None: as they are): no autocast there."""
+    if dtype is not None:
+        experts.register_forward_pre_hook(lambda module, args: (args[0].to(dtype), *args[1:]))
+
+
 def float32_parameters(model: Any, dtype: torch.dtype | None) -> set[nn.Parameter]:
     """Parameters that compute in float32 in a run in ``dtype``: stored in float32, and no matmul reads them.
 

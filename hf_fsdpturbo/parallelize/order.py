@@ -6,6 +6,7 @@
       -> shard_experts           experts Shard(0) on ep, forward goes through the dispatcher
       -> fully_shard_experts     their parameters over (efsdp, expert_cp), replicated over edp
       -> install_routing_tape    activation checkpointing replays routing
+      -> compute_as_autocast     bf16 runs: autocast round the model, as plain Trainer has it
       -> outer_fully_shard       every decoder layer and the root over all ranks, the experts left out
       -> check_ownership         every parameter is managed once
 """
@@ -28,7 +29,7 @@ from hf_fsdpturbo.loading.heads import FRESH_HEADS
 from hf_fsdpturbo.model_spec import find_experts
 from hf_fsdpturbo.packing.prepared_masks import keep_documents_apart
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
-from hf_fsdpturbo.parallelize.autocast import compute_as_autocast, float32_parameters
+from hf_fsdpturbo.parallelize.autocast import compute_as_autocast, compute_rows_in, float32_parameters
 from hf_fsdpturbo.parallelize.ignored_modules import check_patterns, ignored_parameters
 from hf_fsdpturbo.parallelize.routed_experts import expert_options, route_experts
 from hf_fsdpturbo.sharding import fsdp_turbo
@@ -194,6 +195,8 @@ def _route_upstream(
     fsdp_turbo.expert_parallelize(
         model, names, state.ep_mesh, dispatcher=params.ep_dispatcher, divide_factor=factor, device=args.device
     )
+    for name in names:
+        compute_rows_in(model.get_submodule(name), options["mp_policy"].param_dtype)
     return fsdp_turbo.expert_fully_shard(
         model,
         names,
