@@ -173,41 +173,6 @@ def shard_experts(
     is then ``AdaptedExperts``.
     """
     shared = shared_by_experts(module)
-    parameters = {n: p for n, p in module.named_parameters() if p not in shared}
-    sizes = {n: p.shape[0] if p.ndim else 0 for n, p in parameters.items()}
-    num_experts = getattr(module, "num_experts", None) or max(sizes.values(), default=0)
-    odd = {n: tuple(parameters[n].shape) for n, size in sizes.items() if size != num_experts}
-    if not sizes or odd and ep_size > 1:
-        raise ValueError(
-            f"{name}: expert parallelism needs parameters stacked over {num_experts} experts in dim 0, but found "
-            f"{odd or 'no parameters'}. Train this model with ep_size=1."
-        )
-    if num_experts % ep_size:
-        raise ValueError(
-            f"ep_size ({ep_size}) must divide the number of experts ({num_experts}) of {name}. Choose an ep_size that "
-            "divides both dp_size and the number of experts."
-        )
-    return num_experts
-
-
-def shared_by_experts(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters of modules inside an experts module (a norm after each expert): one for all experts, never stacked.
-
-    Every rank keeps them whole. Each has the gradient of the rows that it received, so that their average over all
-    ranks is the gradient, as for dense parameters.
-    """
-    return {parameter for child in base_module(module).children() for parameter in child.parameters()}
-
-
-def shard_experts(
-    module: nn.Module, ep_mesh: DeviceMesh, num_experts: int, view: type[ModuleExperts] = ModuleExperts
-) -> ModuleExperts:
-    """Keep this rank's block of experts: parameters become ``DTensor Shard(0)`` on ep, trainable as they were.
-
-    A whole (or meta) tensor is expected on every rank; each takes its own slice, nothing is communicated. What all
-    experts share stays as it is. The module may be wrapped by adapters whose factors are stored expert first; ``view`` is then ``AdaptedExperts``.
-    """
-    shared = shared_by_experts(module)
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if parameter in shared:
