@@ -1,14 +1,14 @@
 """The one place that knows the order: kernels, context parallel, experts (EP), EFSDP, outer FSDP2.
 
-    whole model (usually on meta)
-      -> apply_kernels          functions and forwards that compute the same, faster
-      -> context_parallel       sequence cut at the base model's entry, gathered at its exit
-      -> shard_experts           experts Shard(0) on ep, forward goes through the dispatcher
-      -> fully_shard_experts     their parameters over (efsdp, expert_cp), replicated over edp
-      -> install_routing_tape    activation checkpointing replays routing
-      -> compute_as_autocast     bf16 runs: autocast round the model, as plain Trainer has it
-      -> outer_fully_shard       every decoder layer and the root over all ranks, the experts left out
-      -> check_ownership         every parameter is managed once
+whole model (usually on meta)
+  -> apply_kernels          functions and forwards that compute the same, faster
+  -> context_parallel       sequence cut at the base model's entry, gathered at its exit
+  -> shard_experts           experts Shard(0) on ep, forward goes through the dispatcher
+  -> fully_shard_experts     their parameters over (efsdp, expert_cp), replicated over edp
+  -> install_routing_tape    activation checkpointing replays routing
+  -> compute_as_autocast     bf16 runs: autocast round the model, as plain Trainer has it
+  -> outer_fully_shard       every decoder layer and the root over all ranks, the experts left out
+  -> check_ownership         every parameter is managed once
 """
 
 from __future__ import annotations

@@ -39,10 +39,9 @@ class _IndexedBias(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.__getitem__ and isinstance(args[0], cls) and _is_list_of_rows(args[1]):
-                return _RowsOfBias.apply(args[0].as_subclass(Tensor), args[1])  # type: ignore[arg-type]
-            return func(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__ and isinstance(args[0], cls) and _is_list_of_rows(args[1]):
+            return _RowsOfBias.apply(*args)
+        return Tensor.__torch_function__(func, (), args, kwargs or {})  # results are plain tensors
 
 
 def _is_list_of_rows(index: Any) -> bool:

@@ -79,10 +79,7 @@ class ModuleExperts:
 
     def local_parameters(self) -> dict[str, Tensor]:
         """Parameters of the module itself as local tensors, gradients flowing to the DTensors."""
-        local = {
-            name: local_tensor(p)
-            for name, p in self.module.named_parameters(recurse=False)
-        }
+        local = {name: local_tensor(p) for name, p in self.module.named_parameters(recurse=False)}
         if self.gradient_divisor is None:
             return local
         return {name: _DivideGradient.apply(weight, self.gradient_divisor) for name, weight in local.items()}

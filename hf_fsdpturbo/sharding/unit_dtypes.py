@@ -1,9 +1,9 @@
 """Which parameters of a unit share one FSDP group: FSDP wants one stored and one compute dtype for all of a group.
 
-    a decoder layer (or the root), and what nobody manages yet of it
-      main     most of it, computes in the unit's dtype           -> fully_shard(layer)
-      small    norms, biases, sinks, scalars of another dtype     -> whole on every rank, gradients averaged by us
-      large    a float32 router beside bf16 matrices              -> fully_shard(block in it), the rest of it ignored
+a decoder layer (or the root), and what nobody manages yet of it
+  main     most of it, computes in the unit's dtype           -> fully_shard(layer)
+  small    norms, biases, sinks, scalars of another dtype     -> whole on every rank, gradients averaged by us
+  large    a float32 router beside bf16 matrices              -> fully_shard(block in it), the rest of it ignored
 """
 
 from __future__ import annotations
