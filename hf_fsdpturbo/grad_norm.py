@@ -167,10 +167,14 @@ def average_replicated_gradients_(groups: list[ParameterGroup]) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    by_device: dict[torch.device, list[nn.Parameter]] = {}
     for group in groups:
-        if group.mesh is None:
-            for parameter in group.parameters:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                average = gradient.float()  # HCCL and gloo differ in AVG: a sum in float32, divided after
-                dist.all_reduce(average)
-                parameter.grad = (average / dist.get_world_size()).to(parameter.dtype)
+        for parameter in group.parameters if group.mesh is None else ():
+            by_device.setdefault(parameter.device, []).append(parameter)
+    for parameters in by_device.values():
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        together = torch.cat([g.float().flatten() for g in gradients])  # one collective for many norms and biases
+        dist.all_reduce(together)  # HCCL and gloo differ in AVG: a sum in float32, divided after
+        averages = (together / dist.get_world_size()).split([g.numel() for g in gradients])
+        for parameter, average in zip(parameters, averages, strict=True):
+            parameter.grad = average.view(parameter.shape).to(parameter.dtype)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_fsdpturbo.context_parallel.collectives import heads_to_sequence, sequence_to_heads
@@ -35,8 +36,12 @@ def head_copies(heads: int, size: int) -> int:
 def spread_heads(query: Tensor, key: Tensor, value: Tensor, plan: SequencePlan) -> list[Tensor]:
     """``query [B, s, H, X], key, value [B, s, G, X]`` -> this rank's heads of the whole sequence.
 
-    Autograd sums the gradients of repeated key heads, on the rank of their slice.
+    Autograd sums the gradients of repeated key heads, on the rank of their slice. What autocast is about to round to
+    half precision is rounded before it travels.
     """
+    if torch.is_autocast_enabled(query.device.type):
+        half = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(half), key.to(half), value.to(half)
     copies = head_copies(key.shape[2], plan.size)
     if copies > 1:
         key, value = key.repeat_interleave(copies, 2), value.repeat_interleave(copies, 2)

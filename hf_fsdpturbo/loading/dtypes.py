@@ -10,7 +10,7 @@ from torch import nn
 
 def keep_float32(model: nn.Module) -> None:
     """Give parameters that Transformers keeps in float32 (some routers) that dtype on meta: FSDP fixes it early."""
-    for parameter, kept in _kept_in_float32(model, cast(Any, model).dtype).items():
+    for parameter, kept in kept_in_float32(model, cast(Any, model).dtype).items():
         parameter.data = parameter.data.to(kept)
 
 
@@ -24,13 +24,13 @@ def store_parameters(model: nn.Module, base: nn.Module, dtype: torch.dtype) -> N
         base: the Transformers model in it, itself where there is no adapter.
         dtype: of all parameters but those that Transformers keeps in float32.
     """
-    kept = _kept_in_float32(base, dtype)
+    kept = kept_in_float32(base, dtype)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(kept.get(parameter, dtype))
 
 
-def _kept_in_float32(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, torch.dtype]:
+def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, torch.dtype]:
     """Parameters of a model in ``dtype`` that have another one by Transformers' plan."""
     from transformers.core_model_loading import build_glob_alternation
 

@@ -82,6 +82,7 @@ class Adapter:
         self.show()
         if self.on_meta:
             materialize(self.peft_model, device)
+            share_random_state()  # a load may have drawn for shards, whose sizes differ from rank to rank
             draw_adapters(self.peft_model)
         return model if self.peft_model is None else self.peft_model
 

@@ -1,13 +1,14 @@
 """The one place that knows the order: kernels, context parallel, experts (EP), EFSDP, outer FSDP2.
 
-    whole model (usually on meta)
-      -> apply_kernels          functions and forwards that compute the same, faster
-      -> context_parallel       sequence cut at the base model's entry, gathered at its exit
-      -> shard_experts           experts Shard(0) on ep, forward goes through the dispatcher
-      -> fully_shard_experts     their parameters over (efsdp, expert_cp), replicated over edp
-      -> install_routing_tape    activation checkpointing replays routing
-      -> outer_fully_shard       every decoder layer and the root over all ranks, the experts left out
-      -> check_ownership         every parameter is managed once
+whole model (usually on meta)
+  -> apply_kernels          functions and forwards that compute the same, faster
+  -> context_parallel       sequence cut at the base model's entry, gathered at its exit
+  -> shard_experts           experts Shard(0) on ep, forward goes through the dispatcher
+  -> fully_shard_experts     their parameters over (efsdp, expert_cp), replicated over edp
+  -> install_routing_tape    activation checkpointing replays routing
+  -> compute_as_autocast     bf16 runs: autocast round the model, as plain Trainer has it
+  -> outer_fully_shard       every decoder layer and the root over all ranks, the experts left out
+  -> check_ownership         every parameter is managed once
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ from hf_fsdpturbo.loading.heads import FRESH_HEADS
 from hf_fsdpturbo.model_spec import find_experts
 from hf_fsdpturbo.packing.prepared_masks import keep_documents_apart
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
-from hf_fsdpturbo.parallelize.ignored_modules import check_patterns, compute_in, ignored_parameters
+from hf_fsdpturbo.parallelize.autocast import compute_as_autocast, compute_rows_in, float32_parameters
+from hf_fsdpturbo.parallelize.ignored_modules import check_patterns, ignored_parameters
 from hf_fsdpturbo.parallelize.routed_experts import expert_options, route_experts
 from hf_fsdpturbo.sharding import fsdp_turbo
 from hf_fsdpturbo.sharding.expert_fsdp import check_expert_shards
-from hf_fsdpturbo.sharding.expert_parallel import check_experts
-from hf_fsdpturbo.sharding.outer_fsdp import check_ownership, outer_fully_shard, reshard_without_backward
+from hf_fsdpturbo.sharding.expert_parallel import check_experts, shared_by_experts
+from hf_fsdpturbo.sharding.outer_fsdp import (
+    check_ownership,
+    check_ties,
+    outer_fully_shard,
+    reshard_without_backward,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,7 +83,7 @@ def fsdp_options(args: FSDPTurboArguments, model: nn.Module | None = None) -> di
     params = args.fsdpturbo_params
     policy = MixedPrecisionPolicy()
     if getattr(args, "bf16", False):
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     elif half_precision(model):
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": params.reshard_after_forward}
@@ -111,6 +118,7 @@ def check_model(
         check_expert_shards(module, name, counts[name] // sizes.ep_size, sizes.expert_shard_size)
     if params.ep_backend == "fsdp_turbo":
         notes += fsdp_turbo.check_upstream(params, model, state.device_type)
+    check_ties(model)
     check_patterns(model, params.fsdp_ignored_modules, _parameters(model, counts))
     if not getattr(args, "bf16", False) and (stored := half_precision(model)):
         notes.append(
@@ -148,17 +156,26 @@ def parallelize_model(
             experts = route_experts(module, num_experts, params.ep_dispatcher, state, options)
             if experts.gradient_divisor is not None:
                 unmanaged.update(module.parameters())
+            unmanaged |= shared_by_experts(module)
         install_routing_tape(model, counts)
     ignored = _parameters(model, counts)
     report.num_experts = max(counts.values(), default=0)
     report.expert_modules, report.ignored_parameters = len(counts), len(ignored)
     report.expert_parameters = sum(parameter.numel() for parameter in ignored)
     free = ignored_parameters(model, params.fsdp_ignored_modules) - ignored
-    compute_in(model, free, options["mp_policy"].param_dtype)
-    root = _root_options(model, options)
-    units = outer_fully_shard(model, state.dense_mesh, ignored=ignored | free, options=options, root_options=root)
-    report.dense_units = len(units)
-    check_ownership(model, free | unmanaged)
+    compute = options["mp_policy"].param_dtype
+    float32 = float32_parameters(model, compute)
+    compute_as_autocast(model, state.device_type, compute)
+    units = outer_fully_shard(
+        model,
+        state.dense_mesh,
+        ignored=ignored | free,
+        options=options,
+        root_options=_root_options(model, options),
+        float32=float32,
+    )
+    report.dense_units = len(units.names)
+    check_ownership(model, free | unmanaged | units.whole)
     model.register_forward_hook(reshard_without_backward)
     model._is_accelerate_prepared = True  # accelerate then passes it through untouched: no DDP, no autocast, no .to()
     model._is_fsdp_managed_module = True  # generate() then keeps all ranks in step until the last one is done
@@ -178,6 +195,8 @@ def _route_upstream(
     fsdp_turbo.expert_parallelize(
         model, names, state.ep_mesh, dispatcher=params.ep_dispatcher, divide_factor=factor, device=args.device
     )
+    for name in names:
+        compute_rows_in(model.get_submodule(name), options["mp_policy"].param_dtype)
     return fsdp_turbo.expert_fully_shard(
         model,
         names,
@@ -203,7 +222,8 @@ def _root_options(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     policy = options["mp_policy"]
     if policy.param_dtype is None or not any(f"{name}.".startswith(FRESH_HEADS) for name, _ in model.named_children()):
         return {}
-    return {"mp_policy": MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, output_dtype=torch.float32)}
+    own = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32, cast_forward_inputs=False)
+    return {"mp_policy": own}
 
 
 def _parameters(model: nn.Module, names: Iterable[str]) -> set[nn.Parameter]:

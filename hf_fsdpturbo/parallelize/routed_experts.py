@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -12,7 +13,7 @@ from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.sharding.adapted_experts import AdaptedExperts
 from hf_fsdpturbo.sharding.expert_fsdp import fully_shard_experts
 from hf_fsdpturbo.sharding.expert_lora import wrapper_chain
-from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts, shard_experts
+from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts, shard_experts, shared_by_experts
 
 
 class RoutedForward:
@@ -32,7 +33,10 @@ class RoutedForward:
         rows_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         index_TK = top_k_index.reshape(rows_TD.shape[0], -1)
         weights_TK = top_k_weights.reshape(rows_TD.shape[0], -1)
-        output_TD = self.dispatcher(rows_TD, index_TK, weights_TK, self.experts)
+        # Autocast reaches no grouped matmul: rows and weights have one dtype here, and all in it is said explicitly.
+        with torch.autocast(rows_TD.device.type, enabled=False):
+            compute = self.experts.compute_dtype
+            output_TD = self.dispatcher(rows_TD.to(compute), index_TK, weights_TK, self.experts).to(rows_TD.dtype)
         if hidden_states.ndim == 2:
             return output_TD
         # Never a view: a model may add shared experts in place, and that drops FSDP's backward hook from a view.
@@ -65,5 +69,6 @@ def route_experts(
         divide_factor=topology.dp_size * topology.cp_size,
         options=expert_options(options),
         experts=None if wrapper_chain(module) else experts,
+        shared=shared_by_experts(module),
     )
     return experts

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdpturbo import compat
 from hf_fsdpturbo.sharding.expert_lora import FACTORS, base_module
-from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts
+from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts, shared_by_experts
 
 # Note [Which dim experts are sharded on]
 # Dim 0 (whole experts) when the shard group divides the local experts: nothing is cut inside a matrix. Otherwise the
@@ -37,7 +38,10 @@ def check_expert_shards(module: nn.Module, name: str, num_local_experts: int, sh
     """
     experts = base_module(module)
     concatenated = bool(getattr(experts, "is_concatenated", True))
+    shared = shared_by_experts(module)
     for parameter_name, parameter in module.named_parameters():
+        if parameter in shared:
+            continue
         transposed = _dim_1(parameter_name, bool(getattr(experts, "is_transposed", False)))
         dim = expert_shard_dim(parameter, num_local_experts, shard_size, transposed)
         if dim == 0:
@@ -68,7 +72,7 @@ def _dim_1(parameter_name: str, transposed: bool) -> bool:
 def one_rank_holds_whole(module: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> bool:
     """Whether FSDP would only copy: see Note [Experts that one rank holds whole]."""
     compute = options["mp_policy"].param_dtype
-    stored = {parameter.dtype for parameter in module.parameters()}
+    stored = {parameter.dtype for parameter in module.parameters() if isinstance(parameter, DTensor)}
     return mesh.size() == 1 and "offload_policy" not in options and (compute is None or stored == {compute})
 
 
@@ -80,6 +84,7 @@ def fully_shard_experts(
     divide_factor: int,
     options: dict[str, Any],
     experts: ModuleExperts | None = None,
+    shared: Collection[nn.Parameter] = (),
 ) -> None:
     """Wrap one experts module and divide its gradients, also when the shard group is one rank.
 
@@ -90,6 +95,7 @@ def fully_shard_experts(
         divide_factor: ``dp_size * cp_size``; an expert's gradient already sums the tokens of its whole ep group.
         options: further arguments of ``fully_shard`` (policies, reshard_after_forward).
         experts: the view that can divide gradients where FSDP would only copy; without one FSDP always does.
+        shared: parameters that all experts share, left out: they are whole on every rank.
     """
     if experts is not None and one_rank_holds_whole(module, mesh, options):
         fully_shard(module, mesh=mesh, ignored_params=set(module.parameters()), **options)
@@ -102,7 +108,7 @@ def fully_shard_experts(
     def placement(parameter: nn.Parameter) -> Shard:
         return Shard(expert_shard_dim(parameter, num_local_experts, shard_size, on_dim_1[parameter]))
 
-    fully_shard(module, mesh=mesh, shard_placement_fn=placement, **options)
+    fully_shard(module, mesh=mesh, shard_placement_fn=placement, ignored_params=set(shared), **options)
     assert isinstance(module, FSDPModule)
     getattr(module, compat.gradient_divide_factor_method())(float(divide_factor))
     # Gloo and HCCL have no PREMUL_SUM, so: a plain sum, divided after. A group of one divides by itself; the forced

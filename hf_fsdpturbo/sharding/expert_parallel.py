@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from hf_fsdpturbo.sharding.expert_bias import summed_in_float32
 from hf_fsdpturbo.sharding.expert_lora import base_module
 from hf_fsdpturbo.shards import local_tensor
 
@@ -71,12 +72,14 @@ class ModuleExperts:
         self.num_local_experts = num_local_experts
         self.is_plain_swiglu = is_plain_swiglu(module)
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the stacked matrices as they are now: inside a forward, the one that experts compute in."""
+        return next(p.dtype for p in self.module.parameters(recurse=False) if p.ndim > 1)
+
     def local_parameters(self) -> dict[str, Tensor]:
         """Parameters of the module itself as local tensors, gradients flowing to the DTensors."""
-        local = {
-            name: local_tensor(p)
-            for name, p in self.module.named_parameters(recurse=False)
-        }
+        local = {name: local_tensor(p) for name, p in self.module.named_parameters(recurse=False)}
         if self.gradient_divisor is None:
             return local
         return {name: _DivideGradient.apply(weight, self.gradient_divisor) for name, weight in local.items()}
@@ -92,7 +95,7 @@ class ModuleExperts:
         if rows_SD.shape[0] == 0:
             return _TouchWeights.apply(rows_SD, *local.values())
         weight_S1 = torch.ones_like(local_expert_S, dtype=rows_SD.dtype) if weight_S is None else weight_S
-        with self._parameters_replaced(local):
+        with self._parameters_replaced(summed_in_float32(local)):
             return self.module_forward(rows_SD, local_expert_S.unsqueeze(-1), weight_S1.unsqueeze(-1))
 
     @contextlib.contextmanager
@@ -130,7 +133,8 @@ def check_experts(module: nn.Module, name: str, ep_size: int) -> int:
     Raises:
         ValueError: the parameters are not stacked one expert a row of dim 0, or ep_size does not divide their number.
     """
-    parameters = dict(module.named_parameters())
+    shared = shared_by_experts(module)
+    parameters = {n: p for n, p in module.named_parameters() if p not in shared}
     sizes = {n: p.shape[0] if p.ndim else 0 for n, p in parameters.items()}
     num_experts = getattr(module, "num_experts", None) or max(sizes.values(), default=0)
     odd = {n: tuple(parameters[n].shape) for n, size in sizes.items() if size != num_experts}
@@ -147,16 +151,29 @@ def check_experts(module: nn.Module, name: str, ep_size: int) -> int:
     return num_experts
 
 
+def shared_by_experts(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters of modules inside an experts module (a norm after each expert): one for all experts, never stacked.
+
+    Every rank keeps them whole. Each has the gradient of the rows that it received, so that their average over all
+    ranks is the gradient, as for dense parameters.
+    """
+    return {parameter for child in base_module(module).children() for parameter in child.parameters()}
+
+
 def shard_experts(
     module: nn.Module, ep_mesh: DeviceMesh, num_experts: int, view: type[ModuleExperts] = ModuleExperts
 ) -> ModuleExperts:
     """Keep this rank's block of experts: parameters become ``DTensor Shard(0)`` on ep, trainable as they were.
 
-    A whole (or meta) tensor is expected on every rank; each takes its own slice, nothing is communicated. The module
-    may be wrapped by adapters whose factors are stored expert first; ``view`` is then ``AdaptedExperts``.
+    A whole (or meta) tensor is expected on every rank; each takes its own slice, nothing is communicated. What all
+    experts share stays as it is. The module may be wrapped by adapters whose factors are stored expert first; ``view``
+    is then ``AdaptedExperts``.
     """
+    shared = shared_by_experts(module)
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
+            if parameter in shared:
+                continue
             local = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
             setattr(owner, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
     num_local_experts = num_experts // ep_mesh.size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_fsdpturbo.sharding.gradient_copy import copy_large_gradients_by_chunk
+from hf_fsdpturbo.sharding.unit_dtypes import Group, Split, split_unit
 
 # Note [What stays in the root unit]
 # Embedding, final norm and lm_head stay in the root: TRL's fused LM head reads lm_head.weight directly, and as a unit
@@ -38,25 +40,31 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return chosen
 
 
-def _odd_dtype_modules(unit: nn.Module, ignored: set[nn.Parameter], done: set[int]) -> list[nn.Module]:
-    """Modules of a unit with another dtype than most of it (routers kept in float32): FSDP wants one dtype a unit.
+def check_ties(model: nn.Module) -> None:
+    """No parameter is read by two decoder layers, or by a layer and the root: FSDP gathers it in one of them only.
 
-    Trainable and frozen parameters are looked at apart: FSDP reduces trainable ones only, and float32 adapters on a
-    frozen bf16 base belong into the unit of their layer.
+    Raises:
+        ValueError: naming two of the places.
     """
-    count: dict[tuple[bool, torch.dtype], int] = {}
-    owners: list[tuple[nn.Module, tuple[bool, torch.dtype]]] = []
-    for module in unit.modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter not in ignored and id(parameter) not in done:
-                kind = (parameter.requires_grad, parameter.dtype)
-                count[kind] = count.get(kind, 0) + parameter.numel()
-                owners.append((module, kind))
-    kept = {
-        max((kind for kind in count if kind[0] is trainable), key=lambda kind: count[kind])
-        for trainable in {kind[0] for kind in count}
-    }
-    return list(dict.fromkeys(module for module, kind in owners if kind not in kept))
+    layers = {module: layer for layer in decoder_layers(model) for module in layer.modules()}
+    seen: dict[nn.Parameter, tuple[nn.Module | None, str]] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            here = (layers.get(module), f"{module_name}.{name}")
+            first = seen.setdefault(parameter, here)
+            if first[0] is not here[0]:
+                raise ValueError(
+                    f"{type(model).__name__} ties {first[1]} and {here[1]}, which lie in two decoder layers, or in a "
+                    "layer and outside: one would be read while it is not gathered. Train it in one process."
+                )
+
+
+@dataclass
+class OuterUnits:
+    """What :func:`outer_fully_shard` made: names of the units, and parameters that stay whole on every rank."""
+
+    names: list[str] = field(default_factory=list)
+    whole: set[nn.Parameter] = field(default_factory=set)
 
 
 def outer_fully_shard(
@@ -66,8 +74,9 @@ def outer_fully_shard(
     ignored: set[nn.Parameter],
     options: dict[str, Any],
     root_options: dict[str, Any] | None = None,
-) -> list[str]:
-    """Shard everything that is not ignored; returns the names of the units.
+    float32: set[nn.Parameter] | None = None,
+) -> OuterUnits:
+    """Shard everything that is not ignored, layer by layer, then what is left of the root.
 
     Args:
         model: model whose experts are wrapped already.
@@ -75,35 +84,56 @@ def outer_fully_shard(
         ignored: parameters somebody else manages.
         options: arguments of ``fully_shard`` (policies, reshard_after_forward).
         root_options: what the root has otherwise.
+        float32: parameters that compute in float32 whatever the policy says. Where they are few beside others, small
+            ones stay whole on every rank (see unit_dtypes.py), and their gradients must be averaged.
     """
     copy_large_gradients_by_chunk()
+    units = OuterUnits()
     names = {id(module): name for name, module in model.named_modules()}
-    wrapped: list[str] = []
-    done: set[int] = set()
+    head, managed = _head_weight(model), set(ignored)
     for layer in (*decoder_layers(model), model):
-        for odd in _odd_dtype_modules(layer, ignored, done):
-            _wrap_in_own_dtype(odd, mesh, ignored, options)
-            done.update(id(p) for p in odd.parameters())
-            wrapped.append(names[id(odd)])
-        if any(p not in ignored and id(p) not in done for p in layer.parameters()):
-            # The root's embedding and head are wanted again as soon as backward starts: kept whole until then, as FSDP
-            # does by itself. After a forward without backward, the trainer reshards.
-            root = {"reshard_after_forward": False, **(root_options or {})}
-            own = {**options, **root} if layer is model else options
-            fully_shard(layer, mesh=mesh, ignored_params=ignored, **own)
-            done.update(id(p) for p in layer.parameters())
-            wrapped.append(names[id(layer)] or "(root)")
+        # The root's embedding and head are wanted again as soon as backward starts: kept whole until then, as FSDP
+        # does by itself. After a forward without backward, the trainer reshards.
+        root = {"reshard_after_forward": False, **(root_options or {})}
+        own = {**options, **root} if layer is model else options
+        split = split_unit(layer, [p for p in layer.parameters() if p not in managed], float32 or set(), head)
+        units.whole |= split.small
+        if split.main:
+            fully_shard(layer, mesh=mesh, ignored_params=set(layer.parameters()) - split.main, **_policy(own, split))
+            units.names.append(names[id(layer)] or "(root)")
+        for group in split.large:  # after the layer: FSDP leaves out modules that are units already, with all in them
+            others = set(group.block.parameters()) - group.parameters
+            fully_shard(group.block, mesh=mesh, ignored_params=others, **_policy(own, group))
+            units.names.append(names[id(group.block)])
+            _keep_class_name(group.block)
+        managed.update(layer.parameters())
     if isinstance(model, FSDPModule):
-        # Transformers looks models up by class name: Trainer's label smoothing shifts labels for the names it knows.
-        type(model).__name__ = type(model).__bases__[1].__name__
-    return wrapped
+        _keep_class_name(model)
+    return units
 
 
-def _wrap_in_own_dtype(
-    module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter], options: dict[str, Any]
-) -> None:
-    own = {**options, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)}
-    fully_shard(module, mesh=mesh, ignored_params=ignored, **own)
+def _keep_class_name(module: nn.Module) -> None:
+    """Name and module of the class that FSDP made are those of the class it stands for.
+
+    Transformers looks models up by them: label smoothing shifts labels for the names it knows, and a class from
+    outside its package is initialised otherwise while loading (which moved adapters to another random draw).
+    """
+    own = type(module)
+    own.__name__, own.__module__ = own.__bases__[1].__name__, own.__bases__[1].__module__
+
+
+def _policy(options: dict[str, Any], unit: Split | Group) -> dict[str, Any]:
+    """The unit's options; float32 parameters are gathered as they are stored."""
+    policy = options["mp_policy"]
+    if not unit.in_float32:
+        return options
+    own = MixedPrecisionPolicy(None, policy.reduce_dtype, policy.output_dtype, cast_forward_inputs=False)
+    return {**options, "mp_policy": own}
+
+
+def _head_weight(model: nn.Module) -> nn.Parameter | None:
+    find = getattr(model, "get_output_embeddings", None)
+    return getattr(find() if find is not None else None, "weight", None)
 
 
 def reshard(model: nn.Module) -> None:

@@ -48,7 +48,12 @@ EP2_RUNS: dict[str, tuple[str, dict, dict, dict]] = {
 # layout -> (ranks, hf_fsdpturbo fields, run -> (trainer, training arguments, LoRA changes, model changes))
 RUNS: dict[str, tuple[int, dict, dict[str, tuple[str, dict, dict, dict]]]] = {
     "ep2": (2, EP2, EP2_RUNS),
-    "ep1": (2, {"ep_size": 1}, {"sft": ("sft", {}, {}, {})}),
+    # a plain load of Qwen3.5 draws numbers, which the adapter's own draw comes after
+    "ep1": (
+        2,
+        {"ep_size": 1},
+        {"sft": ("sft", {}, {}, {}), "after_a_draw": ("sft", {}, {}, {"kind": "qwen3_5_moe"})},
+    ),
     "ep4": (4, EP4, {"sft": ("sft", RECOMPUTE, {}, {})}),
     # one expert a rank: base on its input dims, factors on the features they share with it
     "ep2_efsdp2": (
@@ -78,7 +83,8 @@ def outcome(tiny: Callable[..., str]) -> Callable[[str], dict]:
             jobs = {}
             for name, (trainer, args, changes, model) in runs.items():
                 kwargs, more = {"peft_config": lora(**changes)}, {**turbo, **MORE_TURBO.get(name, {})}
-                run = Run(tiny("qwen3_moe", **model), data_of(trainer), args, more, trainer, trainer_kwargs=kwargs)
+                path = tiny(**{"kind": "qwen3_moe", **model})
+                run = Run(path, data_of(trainer), args, more, trainer, trainer_kwargs=kwargs)
                 jobs[name] = Preference(run)
             done[layout] = against_one_process(jobs, world_size, yardstick=True)
         return done[layout]
