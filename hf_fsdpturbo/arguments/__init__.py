@@ -13,12 +13,8 @@ from hf_fsdpturbo.arguments.params import (
     InitParams,
     KernelParams,
 )
-from hf_fsdpturbo.arguments.turbo_arguments import (
-    FSDPTurboArguments,
-    bf16_storage_warning,
-    describe_sources,
-    sizes_for_world,
-)
+from hf_fsdpturbo.arguments.start_up import bf16_storage_warning, describe_sources
+from hf_fsdpturbo.arguments.turbo_arguments import FSDPTurboArguments, sizes_for_world
 from hf_fsdpturbo.arguments.unsupported import refuse_unsupported
 
 if TYPE_CHECKING:

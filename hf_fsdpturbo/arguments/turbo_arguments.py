@@ -11,17 +11,12 @@ from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.arguments.defaults import UnsetDict, UnsetInt, UnsetStr, is_given
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, InitParams, KernelParams
 from hf_fsdpturbo.arguments.sources import (
-    DEFAULT,
-    ENVIRONMENT,
     PUBLIC_DEFAULTS,
-    PYTHON,
     SHORTHAND,
-    YAML,
     Setting,
     dist_values,
     reduce_to_one_process,
     resolve_settings,
-    without_effect_alone,
 )
 from hf_fsdpturbo.arguments.unsupported import refuse_unsupported, settle_after_setup
 from hf_fsdpturbo.compat import check_floors
@@ -274,36 +269,3 @@ def sizes_for_world(args: FSDPTurboArguments, world: int) -> dict[str, Any]:
     public = ("dp_size", "cp_size", "mp_replicate_size", "mp_shard_size")
     sizes = {name: settings[name].value for name in public}
     return {**sizes, **{name: settings[f"dist_config.{name}"].value for name in private}}
-
-
-def describe_sources(args: FSDPTurboArguments) -> str:
-    """Which setting came from where, in a few lines; settings left at their default are only counted."""
-    resolved = args._fsdpturbo
-    lines = [f"hf_fsdpturbo settings (accelerate YAML: {resolved.launch.path or 'none'}; {resolved.launch.found_by})"]
-    for source in (PYTHON, ENVIRONMENT, YAML):
-        chosen = {key: s.value for key, s in resolved.effective.items() if s.source == source}
-        if chosen:
-            lines.append(f"  {source}: " + ", ".join(f"{key}={value!r}" for key, value in chosen.items()))
-    defaults = sum(s.source == DEFAULT for s in resolved.effective.values())
-    lines.append(f"  default: {defaults} others")
-    if args.world_size == 1 and (idle := without_effect_alone(resolved.effective)):
-        lines.append(f"  without effect in one process: {', '.join(idle)}")
-    return "\n".join(lines)
-
-
-def bf16_storage_warning(args: Any, trainable_params_are_bf16: bool) -> str | None:
-    """What to say about weights stored in bf16 at a low learning rate; None where there is nothing to say.
-
-    bf16 has 8 bits of mantissa: an update below about 1/512 of a weight is rounded away. Measured after 100 AdamW
-    steps: 2 % of the weights had moved at 1e-6, 30 % at 2e-5, all of them with fp32 storage.
-
-    Args:
-        args: training arguments with ``learning_rate``.
-        trainable_params_are_bf16: whether any trainable parameter is stored in bf16.
-    """
-    if not trainable_params_are_bf16 or args.learning_rate >= 1e-4:
-        return None
-    return (
-        f"Trainable weights are stored in bfloat16 and learning_rate={args.learning_rate:g} is below 1e-4: many "
-        "updates are too small for bf16 and are lost. dist_config param_storage_dtype='float32' keeps a master copy."
-    )

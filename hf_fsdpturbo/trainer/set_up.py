@@ -127,6 +127,7 @@ class SetUp:
         if config.process_index == 0:
             trainable = [p for p in model.parameters() if p.requires_grad]
             in_bf16 = bool(trainable) and any(p.dtype == torch.bfloat16 for p in trainable)
-            lines = [describe_sources(config), self.report, bf16_storage_warning(config, in_bf16)]
-            lines.append(aux_loss_warning(self.trainer_class, model, config))
+            lines = [describe_sources(config), self.report, aux_loss_warning(self.trainer_class, model, config)]
+            if in_bf16:
+                lines.append(bf16_storage_warning(cast(Any, config).learning_rate))
             print("\n".join(str(line) for line in lines if line), flush=True)

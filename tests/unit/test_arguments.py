@@ -644,11 +644,7 @@ def test_one_process_with_many_gpus_uses_one(build, monkeypatch, caplog):
     assert "4 GPUs" in caplog.text
 
 
-def test_bf16_storage_warning(build):
-    low, high = build(learning_rate=2e-5), build(learning_rate=1e-4)
-    text = bf16_storage_warning(low, True)
-    assert text is not None
-    assert "2e-05" in text
-    assert "param_storage_dtype" in text
-    assert bf16_storage_warning(low, False) is None
-    assert bf16_storage_warning(high, True) is None
+def test_bf16_storage_is_named_at_every_rate():
+    for rate, text in ((2e-5, "2e-05"), (1e-3, "0.001")):
+        assert text in bf16_storage_warning(rate)
+        assert "param_storage_dtype='float32'" in bf16_storage_warning(rate)
