@@ -24,15 +24,20 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from hf_fsdpturbo import FSDPTurboDPOConfig, FSDPTurboDPOTrainer
 
 
-def load_splits(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig):
-    """A mixture (`datasets`) goes before a single name (`dataset_name`), as in TRL."""
+def load_splits(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig, seed: int):
+    """A mixture (`datasets`) goes before a single name (`dataset_name`), as in TRL.
+
+    `test_split_size` is drawn from the process's random state, so all ranks start from the same one.
+    """
     from accelerate.logging import get_logger
     from datasets import load_dataset
+    from transformers import set_seed
     from trl import get_dataset
 
     if dataset_args.datasets:
         if script_args.dataset_name:
             get_logger(__name__).warning("`datasets` is given, so `dataset_name` is not read.")
+        set_seed(seed)
         return get_dataset(dataset_args)
     if script_args.dataset_name:
         return load_dataset(
@@ -56,7 +61,7 @@ def main(
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    dataset = load_splits(script_args, dataset_args)
+    dataset = load_splits(script_args, dataset_args, training_args.seed)
 
     trainer = FSDPTurboDPOTrainer(
         model=model_args.model_name_or_path,

@@ -29,7 +29,7 @@ from hf_fsdpturbo.trainer import resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
 from hf_fsdpturbo.trainer.evaluation import GatheredRows
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
-from hf_fsdpturbo.trainer.refusals import refuse_accelerate, refuse_images
+from hf_fsdpturbo.trainer.refusals import refuse_accelerate, refuse_foreign_parameters, refuse_images
 from hf_fsdpturbo.trainer.set_up import SetUp
 
 
@@ -107,7 +107,10 @@ class FSDPTurboTrainerMixin:
         """Optimizer over sharded parameters."""
         self._gradient_groups = None
         reshard(self.model)
-        return super().create_optimizer() if model is None else super().create_optimizer(model)  # type: ignore[misc]
+        parent: Any = super()
+        optimizer = parent.create_optimizer() if model is None else parent.create_optimizer(model)
+        refuse_foreign_parameters(optimizer, self.model)
+        return optimizer
 
     # Batches
 
@@ -149,7 +152,7 @@ class FSDPTurboTrainerMixin:
             ValueError: no finished checkpoint, or settings that cannot work; on every rank.
         """
         saving.check_settings(self)
-        if resume_from_checkpoint is True:
+        if resume_from_checkpoint is True or str(resume_from_checkpoint).lower() == "true":  # from a command line
             resume_from_checkpoint = resuming.newest_checkpoint(self.args.output_dir)
         gc.collect()
         gc.freeze()

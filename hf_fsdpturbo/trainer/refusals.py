@@ -57,6 +57,22 @@ def refuse_optimizers(given: GivenArguments, world_size: int) -> None:
         )
 
 
+def refuse_foreign_parameters(optimizer: Any, model: Any) -> None:
+    """Refuse an optimizer whose groups hold parameters that the (sharded) model does not have: they would not train.
+
+    Raises:
+        ValueError: how many there are, and what to do.
+    """
+    own = set(model.parameters())
+    foreign = sum(parameter not in own for group in optimizer.param_groups for parameter in group["params"])
+    if foreign:
+        raise ValueError(
+            f"optimizer_cls_and_kwargs: {foreign} parameters of the optimizer's groups are not the trained model's. "
+            "They were taken from a model before it was sharded, and nothing would train. Override create_optimizer "
+            "and make groups of self.model.named_parameters() there."
+        )
+
+
 def refuse_accelerate(accelerator: Any) -> None:
     """Refuse an accelerate configuration that shards as well.
 

@@ -15,26 +15,10 @@ from tests.families.sweep import PREPARE, Job, carry_out
 
 CHECKS_ON = {2: ("load", "train", "bf16", "cp", "save_path"), 4: ("load4",)}
 
-BY_PATH = ("load", "train", "save_path", "load4")
-
-
 Verdicts = dict[tuple[str, str], tuple[str, str]]
 
-
-def _known(fault: str, kind: str, names: tuple[str, ...], checks: tuple[str, ...]) -> Verdicts:
-    return {(name, check): (kind, fault) for name in names for check in checks}
-
-
-KNOWN: Verdicts = {
-    **_known("S0", WRONG, ("kimi_linear", "bailing_hybrid", "glm5_next", "qwen4_exp", "minimax_m3_vl"), BY_PATH),
-    **_known("S0", WRONG, ("minimax_m3_vl",), ("bf16",)),
-    **_known("C1", CRASH, ("qwen3_vl_moe", "lara_mini", "inkling2", "ernie4_5_vl_moe"), (*BY_PATH, "bf16")),
-    **_known("C2", CRASH, ("kimi_linear", "bailing_hybrid", "glm5_next"), ("bf16",)),
-    **_known("C3", CRASH, ("deepseek_v4",), ("bf16",)),
-    **_known("C4", CRASH, ("muse_spark",), ("cp",)),
-    **_known("C5b", REFUSED, ("muse_spark",), (*BY_PATH, "bf16")),
-}
-"""``(family, check)``: the verdict it has today, and the fault it is (``faults_found.md``). To be empty one day."""
+KNOWN: Verdicts = {}
+"""``(family, check)``: the verdict it has today, and the fault it is (``faults_found.md``). Empty since 2026-11-30."""
 
 
 def _sweep(jobs: dict[int, list[Job]], folder: Path) -> Verdicts:

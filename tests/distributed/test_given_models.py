@@ -137,7 +137,15 @@ def given_optimizers(path: str) -> dict[str, tuple[str, str]]:
         own = {"train_dataset": text_dataset(4), "processing_class": tiny_tokenizer()}
         return FSDPTurboSFTTrainer(model, args=args, optimizers=(pair(model)[0], None), **own)
 
+    def groups() -> Any:
+        model = loaded(path)
+        own = {"params": [{"params": list(model.parameters()), "lr": 1e-2}]}
+        return FSDPTurboTrainer(
+            model, args=arguments(), train_dataset=ROWS, optimizer_cls_and_kwargs=(torch.optim.AdamW, own)
+        )
+
     return {
+        "groups": said_by(lambda: groups().train()),
         "none": said_by(lambda: plain(lambda optimizer, scheduler: (None, None)).train()),
         "optimizer": said_by(lambda: plain(lambda optimizer, scheduler: (optimizer, None)).train()),
         "scheduler": said_by(lambda: plain(lambda optimizer, scheduler: (None, scheduler))),
@@ -149,6 +157,10 @@ def given_optimizers(path: str) -> dict[str, tuple[str, str]]:
 def test_an_optimizer_of_unsharded_parameters_is_refused(tiny):
     for rank in run_ranks(given_optimizers, 2, tiny("qwen3_moe")):
         assert rank.pop("none")[0] == ""
+        kind, message = rank.pop("groups")
+        assert kind == "ValueError"
+        assert "25 parameters" in message
+        assert "create_optimizer" in message
         for name, (kind, message) in rank.items():
             assert kind == "ValueError", (name, message)
             for part in ("optimizers", "optimizer_cls_and_kwargs", "create_optimizer"):

@@ -205,3 +205,24 @@ def test_a_failing_rank_asks_nobody_about_a_background_save(monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
     assert waited == [True]
+
+
+def test_true_from_a_command_line_means_the_newest(monkeypatch):
+    """``--resume_from_checkpoint true`` arrives as text."""
+    from types import SimpleNamespace
+
+    from hf_fsdpturbo import FSDPTurboTrainerMixin
+    from hf_fsdpturbo.trainer import resuming, saving
+
+    class Loop:
+        def train(self, resume_from_checkpoint, *args, **kwargs):
+            return resume_from_checkpoint
+
+    class Trainer(FSDPTurboTrainerMixin, Loop):
+        def __init__(self):
+            self._saving = saving.Saving(self)
+            self.args = SimpleNamespace(save_on_each_node=False, push_to_hub=False, output_dir="run")
+
+    monkeypatch.setattr(resuming, "newest_checkpoint", lambda run_dir: f"{run_dir}/checkpoint-9")
+    asked = {True: "run/checkpoint-9", "true": "run/checkpoint-9", "True": "run/checkpoint-9", None: None, "a": "a"}
+    assert {given: Trainer().train(given) for given in asked} == asked

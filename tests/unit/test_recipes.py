@@ -73,13 +73,35 @@ def test_sft_recipe_takes_a_json_file_and_a_folder(tmp_path: Path):
     common = ["--output_dir", str(tmp_path / "out"), "--use_cpu", "true"]
 
     script_args, _, _, mixture = sft.make_parser().parse_args_and_config(["--dataset_name", str(tmp_path), *common])
-    splits = sft.load_splits(script_args, mixture)
+    splits = sft.load_splits(script_args, mixture, 7)
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 2, "test": 2}
 
     recipe = tmp_path / "mixture_sft.yaml"
     recipe.write_text(yaml.safe_dump({"datasets": [{"path": "json", "data_files": str(tmp_path / "train.jsonl")}]}))
     script_args, _, _, mixture = sft.make_parser().parse_args_and_config(["--config", str(recipe), *common])
-    assert len(sft.load_splits(script_args, mixture)["train"]) == 2
+    assert len(sft.load_splits(script_args, mixture, 7)["train"]) == 2
 
     with pytest.raises(ValueError, match="No dataset"):
-        sft.load_splits(*sft.make_parser().parse_args_and_config(common)[::3])
+        sft.load_splits(*sft.make_parser().parse_args_and_config(common)[::3], 7)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_all_ranks_draw_one_split(path: Path, tmp_path: Path):
+    """`test_split_size` is drawn from the process's random state, which differs from rank to rank."""
+    import numpy
+
+    script = load_script(path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(40)))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        yaml.safe_dump({"datasets": [{"path": "json", "data_files": str(rows)}], "test_split_size": 0.25})
+    )
+    common = ["--config", str(recipe), "--output_dir", str(tmp_path / "out"), "--use_cpu", "true"]
+    script_args, _, _, mixture = script.make_parser().parse_args_and_config(common)
+    drawn = []
+    for state in (1, 2):
+        numpy.random.seed(state)
+        drawn.append(script.load_splits(script_args, mixture, 7)["test"]["text"][:])
+    assert drawn[0] == drawn[1]
+    assert len(drawn[0]) == 10
