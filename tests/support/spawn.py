@@ -78,6 +78,13 @@ def start_fork_server() -> None:
         ensure_running()
 
 
+# Note [Torch's thread pool after a fork]
+# The fork server has run torch operations, so a rank inherits a pool whose threads did not come along. The first call
+# that asks for the pool replaces it, in two steps; a second thread that asks in between (the loader of Transformers
+# reads files in threads) finds none and fails: "pool INTERNAL ASSERT FAILED ... Invalid thread pool" (seen in one
+# spawn of forty). So the main thread asks first.
+
+
 def _child(
     module: str, name: str, args_blob: bytes, environment: dict[str, str], log_path: str, pipe: Connection
 ) -> None:
@@ -92,6 +99,10 @@ def _child(
         del os.environ[variable]
     os.environ.update(environment)
     try:
+        # See Note [Torch's thread pool after a fork].
+        import torch
+
+        torch.set_num_threads(torch.get_num_threads())
         function = importlib.import_module(module)
         for part in name.split("."):
             function = getattr(function, part)
