@@ -48,7 +48,7 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "cp_mode": "ulysses",
     "mp_replicate_size": 1,
     "mp_shard_size": None,
-    "dist_timeout": 18000,
+    "dist_timeout": None,
     "kernel_config": None,
     "init_config": {"name": "init_on_meta"},
     "drop_unused_tensors": False,

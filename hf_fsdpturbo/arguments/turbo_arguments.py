@@ -90,11 +90,12 @@ class FSDPTurboArguments:
         default=None,
         metadata={"help": "Ranks that shard the dense weights; world size / mp_replicate_size when left out."},
     )
-    dist_timeout: int = field(
-        default=UnsetInt(18000), metadata={"help": "Timeout of collectives in seconds; sets ddp_timeout."}
+    dist_timeout: int | None = field(
+        default=None,
+        metadata={"help": "Timeout of collectives in seconds, that of every mesh group; ddp_timeout when left out."},
     )
     # A field of TrainingArguments, here again only so that its default can be told from an explicit 1800.
-    ddp_timeout: int = field(default=UnsetInt(1800), metadata={"help": "Set by dist_timeout; leave it out."})
+    ddp_timeout: int = field(default=UnsetInt(1800), metadata={"help": "Set by dist_timeout, if given."})
     kernel_config: dict | str | None = field(
         default=None,
         metadata={"help": "Kernels to use: a mapping, a JSON string, or the path of a YAML/JSON file."},
@@ -160,12 +161,15 @@ class FSDPTurboArguments:
         return {name: int(value) if isinstance(value, UnsetInt) else value for name, value in values.items()}
 
     def _set_timeout(self) -> None:
+        """``ddp_timeout`` is the one in force; what ``dist_timeout`` sets there is ours, and a copy may change it."""
+        if self.dist_timeout is None:
+            return
         if is_given(self.ddp_timeout) and self.ddp_timeout != self.dist_timeout:
             raise ValueError(
                 f"ddp_timeout={self.ddp_timeout} contradicts dist_timeout={self.dist_timeout}, which sets it. "
                 "Give dist_timeout only."
             )
-        self.ddp_timeout = UnsetInt(self.dist_timeout)  # ours, so that a copy may change dist_timeout
+        self.ddp_timeout = UnsetInt(self.dist_timeout)
 
     def _check_launch(self, launch: launch_config.LaunchConfig) -> None:
         """Compare what the launcher promised with what ``TrainingArguments`` made of it."""

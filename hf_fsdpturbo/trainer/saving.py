@@ -140,7 +140,7 @@ class Saving:
                     warnings.simplefilter("ignore")  # torch warns whenever a scheduler is saved without its optimizer
                     torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
         if trainer.async_save:
-            timeout = timedelta(seconds=trainer.args.ddp_timeout)  # the arguments keep dist_timeout there too
+            timeout = timedelta(seconds=trainer.args.ddp_timeout)  # dist_timeout has set it
             self.background = BackgroundSave(state, directory, timeout)
         else:
             dcp.save(state, directory)

@@ -64,7 +64,7 @@ class SetUp:
         compat.refuse_broken_torch(
             sizes.world_size, dist.get_backend(), sizes.cp_size, sizes.ep_size, edp_size=sizes.edp_size
         )
-        timeout = timedelta(seconds=self.config.dist_timeout)
+        timeout = timedelta(seconds=self.config.ddp_timeout)  # dist_timeout has set it
         return FSDPTurboParallelState.initialize(sizes, self.config.device.type, timeout=timeout)
 
     def shard_models(self) -> ShardingReport | None:

@@ -103,7 +103,7 @@ def test_defaults_are_those_of_the_spec(build):
         1,
         None,
     )
-    assert args.dist_timeout == args.ddp_timeout == 18000
+    assert (args.dist_timeout, args.ddp_timeout) == (None, 1800)
     assert args.kernel_params is None
     assert args.init_params == InitParams("init_on_meta")
 
@@ -397,8 +397,8 @@ def test_precedence_goes_key_by_key(build, accelerate_yaml, monkeypatch):
     assert "dp_size=16" in by_source["accelerate YAML"]
 
 
-BIGGER = {"cp_size": 2, "mp_replicate_size": 2, "dist_timeout": 77, "init_config": {"name": "init_on_rank0"}}
-DEFAULTS = {"cp_size": 1, "mp_replicate_size": 1, "dist_timeout": 18000, "init_config": {"name": "init_on_meta"}}
+BIGGER = {"cp_size": 2, "mp_replicate_size": 2, "init_config": {"name": "init_on_rank0"}}
+DEFAULTS = {"cp_size": 1, "mp_replicate_size": 1, "init_config": {"name": "init_on_meta"}}
 
 
 def in_force(args):
@@ -435,7 +435,7 @@ def test_a_value_equal_to_the_default_wins_from_the_command_line_and_a_recipe(tm
     recipe.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nreport_to: none\ncp_size: 1\n")
     (args,) = TrlParser(FSDPTurboTrainingArguments).parse_args_and_config(["--config", str(recipe)])
     assert in_force(args) == {**BIGGER, "cp_size": 1}
-    assert "(default: 18000)" in HfArgumentParser(FSDPTurboTrainingArguments).format_help()
+    assert "(default: 1800)" in HfArgumentParser(FSDPTurboTrainingArguments).format_help()
 
 
 def test_a_subclass_that_sets_another_default_gives_it(tmp_path, accelerate_yaml, monkeypatch):
@@ -511,8 +511,19 @@ def test_dist_timeout_sets_ddp_timeout(build):
     assert build(dist_timeout=60).ddp_timeout == 60
     assert build(ddp_timeout=60, dist_timeout=60).ddp_timeout == 60
     for explicit in (60, 1800):
-        raises_naming(lambda given=explicit: build(ddp_timeout=given), f"ddp_timeout={explicit}", "dist_timeout=18000")
-    assert build(ddp_timeout=18000).ddp_timeout == 18000
+        both = {"ddp_timeout": explicit, "dist_timeout": 90}
+        raises_naming(lambda given=both: build(**given), f"ddp_timeout={explicit}", "dist_timeout=90")
+
+
+def test_dist_timeout_left_out_takes_ddp_timeout(build, accelerate_yaml):
+    """Its default was five hours: that long a call on one rank alone would have kept the others waiting."""
+    assert build().ddp_timeout == 1800
+    assert build(ddp_timeout=60).ddp_timeout == 60
+    again = dataclasses.replace(build(ddp_timeout=60))
+    assert (again.ddp_timeout, again.dist_timeout) == (60, None)
+    accelerate_yaml({"dist_timeout": 77})
+    assert build().ddp_timeout == 77
+    raises_naming(lambda: build(ddp_timeout=60), "ddp_timeout=60", "dist_timeout=77")
 
 
 def test_a_copy_may_change_dist_timeout(build):
@@ -527,8 +538,8 @@ def test_every_value_is_written_in_plain_types(build):
     import yaml
 
     args = build()
-    assert yaml.safe_load(yaml.safe_dump(args.to_dict()))["ddp_timeout"] == 18000
-    assert args.to_sanitized_dict()["ddp_timeout"] == 18000
+    assert yaml.safe_load(yaml.safe_dump(args.to_dict()))["ddp_timeout"] == 1800
+    assert args.to_sanitized_dict()["ddp_timeout"] == 1800
 
 
 def test_copies_say_the_same(build, accelerate_yaml, monkeypatch):
