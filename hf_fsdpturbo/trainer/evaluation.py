@@ -176,6 +176,17 @@ class GatheredRows:
         return items * (counts[self.data_rank] * self.data_ranks / sum(counts))
 
 
+@contextlib.contextmanager
+def undivided_aux_loss(trainer: Any) -> Iterator[None]:
+    """While open, a batch is no part of a step: TRL divides the aux loss of one that knows its items by the steps."""
+    steps = getattr(trainer, "current_gradient_accumulation_steps", None)
+    trainer.current_gradient_accumulation_steps = 1
+    try:
+        yield
+    finally:
+        trainer.current_gradient_accumulation_steps = steps
+
+
 def only_tensors(data: Any) -> bool:
     """Whether nested data holds tensors and nothing else, so that it can be gathered without pickling."""
     if isinstance(data, dict):

@@ -27,7 +27,7 @@ from hf_fsdpturbo.ranks import together
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.trainer import resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
-from hf_fsdpturbo.trainer.evaluation import GatheredRows
+from hf_fsdpturbo.trainer.evaluation import GatheredRows, undivided_aux_loss
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.refusals import refuse_accelerate, refuse_foreign_parameters, refuse_images
 from hf_fsdpturbo.trainer.set_up import SetUp
@@ -167,12 +167,19 @@ class FSDPTurboTrainerMixin:
         self._saving.finish()
         return result
 
-    def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Cuts the LM head at the first loss, if asked for: TRL makes its fused head in ``__init__``, after us."""
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Cuts the LM head at the first loss, if asked for: TRL makes its fused head in ``__init__``, after us.
+
+        In evaluations a loss over tokens weighs those of all ranks alike, as one process does: TRL asks for none.
+        """
         if self.cp_sharded_loss and not self._head_is_cut:
             install_sharded_head(self.model)
             self._head_is_cut = True
-        return super().compute_loss(model, *args, **kwargs)  # type: ignore[misc]
+        if num_items_in_batch is None and self._rows is not None and self._rows.evaluating:
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if self.parallel_state is None:
@@ -197,7 +204,7 @@ class FSDPTurboTrainerMixin:
         """Each sample counts once, also where repeats fill an uneven last batch."""
         if self._rows is None:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
-        with self._rows.evaluation(self.scalars_are_means):
+        with self._rows.evaluation(self.scalars_are_means), undivided_aux_loss(self):
             try:
                 return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
             finally:

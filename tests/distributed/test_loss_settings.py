@@ -59,13 +59,15 @@ METRICS = {"compute_metrics": count_tokens, "preprocess_logits_for_metrics": bes
     ("world", "turbo"), [(2, {"ep_size": 2}), (4, {"cp_size": 2, "ep_size": 2})], ids=["ep2", "cp2 ep2"]
 )
 def test_evaluation_loss_equals_one_process(tiny, world, turbo):
-    """Trainer weighs the tokens of all ranks alike, as one process with the batches of all ranks in one; TRL's loss is
-    a mean over the batches of ranks, as one process takes it over batches of the same size."""
+    """The tokens of all ranks weigh alike, as in one process with batches as large as those of all ranks together.
+
+    TRL's own evaluation takes the mean of the ranks' means, which changes with their number.
+    """
     data_ranks = world // turbo.get("cp_size", 1)
     # "mixin": README's class, five lines in front of Transformers' Trainer. "own loop": behind it, a trainer that has
     # an evaluation loop of its own.
     without_aux = {"router_aux_loss_coef": 0.0}  # TRL adds it, and it is a statistic of one batch
-    kinds = [(kind, data_ranks, {}) for kind in ("plain", "mixin", "own loop")] + [("sft", 1, without_aux)]
+    kinds = [(kind, data_ranks, {}) for kind in ("plain", "mixin", "own loop")] + [("sft", data_ranks, without_aux)]
     runs, plain = {}, {}
     for kind, times, args in kinds:
         for samples, size, metrics in ((5, 1, False), (5, 2, True), (7, 3, True), (7, 2, False)):

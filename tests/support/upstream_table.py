@@ -233,6 +233,14 @@ REPLACED = (
 
 SET = (
     Row(
+        "transformers.Trainer.current_gradient_accumulation_steps",
+        "set",
+        ("trainer/evaluation.py",),
+        "1 while it evaluates: TRL divides the aux loss of a batch that knows its items by it",
+        f"{CONTRACT}::test_sft_scales_its_loss_by_processes",
+        "TRL's prediction_step passes num_items_in_batch itself",
+    ),
+    Row(
         "accelerate.Accelerator._is_accelerate_prepared",
         "set",
         ("parallelize/build.py", "parallelize/order.py"),

@@ -376,6 +376,7 @@ def test_sft_scales_its_loss_by_processes():
     text = source(SFTTrainer.compute_loss)
     assert "self.accelerator.num_processes // self.get_tp_size()" in text
     assert "weighted_aux_loss / steps" in text
+    assert "steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1" in text
 
 
 # Experts modules (sharding/expert_parallel.py, sharding/expert_fsdp.py)
