@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo import ranks
 from hf_fsdpturbo.shards import copy_full_tensor_
@@ -42,23 +43,50 @@ def draw_heads_whole(model: nn.Module) -> None:
     """Make Transformers initialise a fresh task head as one process does: every rank draws it whole, keeps its slice.
 
     Left alone, each rank draws its own shard: a head that differs from one process's, and from rank to rank where it
-    is replicated. Undo with ``del model._init_weights``.
+    is replicated. Loaded shards step aside: a family's code may do with a whole tensor what a shard does not take,
+    before it finds that nothing is left to fill. Undo with :func:`initialise_as_usual`.
     """
-    own = cast(Any, model)._init_weights
     heads = {module for name, module in model.named_modules() if f"{name}.".startswith(FRESH_HEADS)}
+    for part in _models_in(model):  # Transformers asks the model inside for its own modules
+        cast(Any, part)._init_weights = _on_whole_tensors(cast(Any, part)._init_weights, heads)
+
+
+def initialise_as_usual(model: nn.Module) -> None:
+    """Undo :func:`draw_heads_whole`."""
+    for part in _models_in(model):
+        del cast(Any, part)._init_weights
+
+
+def _models_in(model: nn.Module) -> list[nn.Module]:
+    from transformers import PreTrainedModel
+
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def _on_whole_tensors(own: Callable[[nn.Module], None], heads: set[nn.Module]) -> Callable[[nn.Module], None]:
+    """A family's ``_init_weights`` that sees parameters whole: those it may fill in memory, the others on meta."""
 
     def init_weights(module: nn.Module) -> None:
-        own_parameters = dict(module.named_parameters(recurse=False)) if module in heads else {}
-        fresh = {n: p for n, p in own_parameters.items() if not getattr(p, "_is_hf_initialized", False)}
-        for name, parameter in fresh.items():
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+        held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        fresh: dict[str, nn.Parameter] = {}
+        for name, parameter in held.items():
+            if getattr(parameter, "_is_hf_initialized", False):
+                if isinstance(parameter, DTensor):
+                    module._parameters[name] = _like_whole(parameter, "meta")
+                    module._parameters[name]._is_hf_initialized = True  # type: ignore[union-attr]
+            elif module in heads:
+                fresh[name] = parameter
+                module._parameters[name] = _like_whole(parameter, parameter.device)
         own(module)
         for name, parameter in fresh.items():
             copy_full_tensor_(parameter, module.get_parameter(name))
-            module._parameters[name] = parameter
+        module._parameters.update(held)
 
-    cast(Any, model)._init_weights = init_weights
+    return init_weights
+
+
+def _like_whole(parameter: nn.Parameter, device: torch.device | str) -> nn.Parameter:
+    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=False)
 
 
 def report_fresh_heads(path: str, keys: list[str]) -> None:

@@ -15,6 +15,7 @@ from hf_fsdpturbo.loading.headers import Headers, check_headers
 from hf_fsdpturbo.loading.heads import (
     FRESH_HEADS,
     draw_heads_whole,
+    initialise_as_usual,
     report_fresh_heads,
     same_random_state,
 )
@@ -106,7 +107,7 @@ def load_sharded(
         if there is not None:
             check_loaded(model, found, *there, check_loading)
             settle_unused(path, model, *there, unknown, fresh_head=bool(fresh_heads), drop=drop_unused)
-    del model._init_weights
+    initialise_as_usual(model)
     report_fresh_heads(path, fresh_heads)
     return model
 

@@ -14,5 +14,6 @@ SMALL = (
     "gpt_oss",
     "deepseek_v3",
     "deepseek_v4",
+    "hy_v4",
     "qwen3_5_moe",
 )

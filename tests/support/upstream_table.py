@@ -112,7 +112,7 @@ REPLACED = (
     Row(
         "transformers.PreTrainedModel._init_weights",
         "replace",
-        ("loading/heads.py", "loading/seam.py"),
+        ("loading/heads.py",),
         "on the instance, while it loads: a fresh head is drawn whole, so that it is that of one process",
         f"{SEAMS}::test_a_missing_head_is_drawn_through_the_instance",
         "Transformers draws sharded tensors as whole ones",
