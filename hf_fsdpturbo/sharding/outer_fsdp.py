@@ -43,20 +43,27 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def check_ties(model: nn.Module) -> None:
     """No parameter is read by two decoder layers, or by a layer and the root: FSDP gathers it in one of them only.
 
+    Ties that Transformers makes after it has loaded (``all_tied_weights_keys``) count as well.
+
     Raises:
         ValueError: naming two of the places.
     """
     layers = {module: layer for layer in decoder_layers(model) for module in layer.modules()}
-    seen: dict[nn.Parameter, tuple[nn.Module | None, str]] = {}
+    layer_of: dict[str, nn.Module | None] = {}
+    first: dict[nn.Parameter, str] = {}
+    ties: list[tuple[str, str]] = []
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            here = (layers.get(module), f"{module_name}.{name}")
-            first = seen.setdefault(parameter, here)
-            if first[0] is not here[0]:
-                raise ValueError(
-                    f"{type(model).__name__} ties {first[1]} and {here[1]}, which lie in two decoder layers, or in a "
-                    "layer and outside: one would be read while it is not gathered. Train it in one process."
-                )
+            here = f"{module_name}.{name}" if module_name else name
+            layer_of[here] = layers.get(module)
+            ties.append((first.setdefault(parameter, here), here))
+    ties += [(one, other) for other, one in (getattr(model, "all_tied_weights_keys", None) or {}).items()]
+    for one, other in ties:
+        if one in layer_of and other in layer_of and layer_of[one] is not layer_of[other]:
+            raise ValueError(
+                f"{type(model).__name__} ties {one} and {other}, which lie in two decoder layers, or in a layer and "
+                "outside: one would be read while it is not gathered. Train it in one process."
+            )
 
 
 @dataclass
