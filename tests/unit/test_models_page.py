@@ -56,7 +56,6 @@ def test_page_has_no_machine_path(record):
     assert "/work" not in text
 
 
-@pytest.mark.xfail(strict=True, reason="from an interrupted sweep: run `make families`, drop this mark")
 def test_only_checks_that_cannot_be_asked_are_not_run(record):
     left = [
         (name, check)
