@@ -4,6 +4,9 @@
     source_map.py    which tensor goes where; conversions.py what may be done to a part of one
     whole_sources.py conversions that slices would scramble; loading_check.py compares all with the files
     files.py         all files there and whole; headers.py compares them with the model
+    conversions.py   what a conversion may do on slices; source_map.py which tensor goes where
+    whole_sources.py all other conversions, one at a time; loading_check.py compares with the files
+    unused_keys.py   what the model class does not use
     heads.py         task heads that a checkpoint lacks, drawn as in one process
     dtypes.py        what Transformers keeps in float32
     from_rank0.py    rank 0 reads and scatters; from_dcp.py reads a DCP directory

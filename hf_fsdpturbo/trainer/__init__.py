@@ -1,7 +1,9 @@
 """The trainer mixin and the plain objects it owns.
 
     mixin.py             the only class that overrides methods of Transformers' trainers
-    saving.py            checkpoints, Hub files and resuming
+    set_up.py            what happens round the parent's ``__init__``
+    saving.py            checkpoints and Hub files
+    resuming.py          which checkpoint, and filling model, optimizer, scheduler from it
     batches.py           what to count once where cp ranks share a batch
     evaluation.py        each sample counts once; the only owner of accelerator.gather
     given_arguments.py   the arguments a trainer was given, by name

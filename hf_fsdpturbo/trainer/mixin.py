@@ -43,9 +43,8 @@ class FSDPTurboTrainerMixin:
         sharding_report: what was sharded, and by which kernels it runs.
         last_group_norms: gradient norm of each kind of parameter (``dense``, ``expert``) and in ``total`` at the last
             step; float32 scalars.
-        async_save: set on the class or the trainer: write checkpoints in the background while training goes on; a
-            checkpoint appears when it is whole. Needs host memory for one copy of this rank's model and optimizer
-            shards.
+        async_save: set on the class or the trainer: write checkpoints in the background; one appears when it is whole.
+            Needs host memory for one copy of this rank's model and optimizer shards.
         hub_file_bytes: set on the class or the trainer: size at which a Hub export begins a new file.
         cp_sharded_loss: set on the class or the trainer, SFT only: run the LM head on each rank's slice instead of
             whole on every cp rank; same losses, metrics and gradients (see ``sharded_head.py``).
@@ -145,8 +144,7 @@ class FSDPTurboTrainerMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the parent's; ``True`` resumes from the newest finished checkpoint and says what it skipped.
 
-        Everything that exists now is kept out of Python's garbage collection: a full collection walks millions of
-        objects and stops one rank while the others wait for it in a collective.
+        What exists now is kept out of garbage collection, which stops one rank while others wait in a collective.
 
         Raises:
             ValueError: no finished checkpoint, or settings that cannot work; on every rank.
