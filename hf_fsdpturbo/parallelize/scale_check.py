@@ -3,12 +3,6 @@
 Backends and torch versions differ in what they divide (FSDP2 over gloo on torch 2.7 divides nothing), and a wrong
 factor is invisible under Adam. Rank r feeds the value v_r = r mod 7 + 1; every gradient must come out as the mean of
 all v_r, that of the experts split into one column for each rank of an ep group.
-
-Note [Exact at any number of ranks]
-bfloat16 counts to 256: a sum over ep ranks made in it is off by up to 7 % from ep 72 on, in a run where nothing is
-wrong. So no probe sums in the compute dtype. Every expert gets a row of its own from every rank, the row of ep rank c
-is zero but for column c, and each value is an integer below 50. What is summed over ranks is summed in FSDP's reduce
-dtype, float32 in every run.
 """
 
 from __future__ import annotations
@@ -25,6 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.routed_experts import route_experts
 from hf_fsdpturbo.shards import local_tensor
+
+# Note [Exact at any number of ranks]
+# bfloat16 counts to 256: a sum over ep ranks made in it is off by up to 10 % from ep 72 on, in a run where nothing is
+# wrong. So no probe sums in the compute dtype. Every expert gets a row of its own from every rank, the row of ep rank
+# c is zero but for column c, and each value is an integer below 50. What is summed over ranks is summed in FSDP's
+# reduce dtype, float32 in every run.
 
 WIDTH = 8
 EXACT, ROUNDED = 1e-4, 1e-2  # relative; a gradient stored in bf16 is rounded to 2^-9
