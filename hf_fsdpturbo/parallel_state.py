@@ -18,6 +18,7 @@ from hf_fsdpturbo import compat
 from hf_fsdpturbo.topology import Topology
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 EXPERT_AXES = ("edp", "efsdp", "ep", "expert_cp")
@@ -41,17 +42,14 @@ class FSDPTurboParallelState:
     """
 
     def __init__(self, topology: Topology, device_type: str, timeout: timedelta | None) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-
         self.topology = topology
         self.device_type = device_type
-        self.expert_mesh = init_device_mesh(device_type, topology.expert_shape, mesh_dim_names=EXPERT_AXES)
+        self._alone: ProcessGroup | None = None
+        self.expert_mesh = self._mesh(topology.expert_shape, EXPERT_AXES)
         self.ep_mesh = self.expert_mesh["ep"]
         self.expert_fsdp_mesh = self._expert_fsdp_mesh()
         self.dense_mesh = self._dense_mesh()
-        self.loader_mesh = init_device_mesh(
-            device_type, (topology.dp_size, topology.cp_size), mesh_dim_names=("dp_shard", "cp")
-        )
+        self.loader_mesh = self._mesh((topology.dp_size, topology.cp_size), ("dp_shard", "cp"))
         self.cp_mesh = self.loader_mesh["cp"]
         if timeout is not None:
             self._set_timeouts(timeout)
@@ -67,14 +65,39 @@ class FSDPTurboParallelState:
         return DeviceMesh._concatenate([self.expert_mesh["edp"], flat]) if replicated else flat
 
     def _dense_mesh(self) -> DeviceMesh:
-        from torch.distributed.device_mesh import init_device_mesh
-
         sizes = self.topology
         if sizes.mp_replicate_size == 1:
-            return init_device_mesh(self.device_type, (sizes.world_size,), mesh_dim_names=("fsdp",))
-        return init_device_mesh(
-            self.device_type, (sizes.mp_replicate_size, sizes.mp_shard_size), mesh_dim_names=("replicate", "fsdp")
-        )
+            return self._mesh((sizes.world_size,), ("fsdp",))
+        return self._mesh((sizes.mp_replicate_size, sizes.mp_shard_size), ("replicate", "fsdp"))
+
+    def _mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """A mesh over all ranks in order, with groups as torch makes them but for axes of size 1.
+
+        For those torch makes one group a rank, and every rank takes part in making each of them (3,072 calls at 1,024
+        ranks). Here all of them share one group, which this rank makes by itself.
+        """
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        real = [(name, size) for name, size in zip(names, shape, strict=True) if size > 1]
+        # NCCL bound to its device splits the world's communicator for a new group: that needs every rank's call.
+        bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+        if len(real) == len(names) or not real or bound:
+            return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
+        sizes, own = tuple(size for _, size in real), tuple(name for name, _ in real)
+        mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=own)
+        groups = [mesh.get_group(name) if name in own else self._group_alone() for name in names]
+        ranks = torch.arange(dist.get_world_size(), device="cpu").view(shape)
+        return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=names)
+
+    def _group_alone(self) -> ProcessGroup:
+        """The group of this rank only: no other rank takes part in making it."""
+        import torch.distributed as dist
+
+        if self._alone is None:
+            self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="mesh_alone")
+        return self._alone
 
     def _set_timeouts(self, timeout: timedelta) -> None:
         """Give every mesh group the run's timeout; otherwise it takes the backend's 10 or 30 minutes."""

@@ -15,8 +15,11 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from typing import Any
+
+from hf_fsdpturbo.ranks import FAILURES, from_rank0, rank
 
 logger = logging.getLogger(__name__)
 
@@ -171,16 +174,49 @@ def verify(directory: str) -> dict[str, Any]:
         )
     facts = read_json(os.path.join(directory, COMPLETE))
     for name, size in facts["files"].items():
-        path = os.path.join(directory, name)
-        if not os.path.isfile(path):
-            raise ValueError(f"{path} is missing from the checkpoint. Copy the whole checkpoint, or choose another.")
-        found = os.path.getsize(path)
-        if found != size and name.endswith(_CHECKED_SIZES):
-            raise ValueError(
-                f"{path} has {found} bytes where {size} were written: it is truncated or replaced. Copy it again, or "
-                "choose another checkpoint."
-            )
+        _check_file(directory, name, size)
     return facts
+
+
+def _check_file(directory: str, name: str, size: int) -> None:
+    """Raise ValueError unless the file is there with the size on record; asks the file system once."""
+    path = os.path.join(directory, name)
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        found = None
+    if found is None or not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path} is missing from the checkpoint. Copy the whole checkpoint, or choose another.")
+    if found.st_size != size and name.endswith(_CHECKED_SIZES):
+        raise ValueError(
+            f"{path} has {found.st_size} bytes where {size} were written: it is truncated or replaced. Copy it again, "
+            "or choose another checkpoint."
+        )
+
+
+def fault_in(directory: str) -> BaseException | None:
+    """What is wrong with a checkpoint, to be raised by each rank inside ``ranks.together``. Collective.
+
+    Rank 0 looks and tells all: were every rank to look, the file system would be asked for every rank's files by each
+    rank, 4 million times at 1,024. What only another node's disk has lost is found by the rank that reads it; of these
+    files only its random state would be passed over in silence when missing, so each rank looks for its own.
+    """
+    fault: BaseException | None = None
+    random_states: dict[str, int] = {}
+    try:
+        if rank() == 0:
+            files = verify(directory)["files"]
+            random_states = {name: size for name, size in files.items() if name.startswith("rng_state_")}
+    except FAILURES as caught:
+        fault = caught
+    fault, random_states = from_rank0((fault, random_states))
+    own = f"rng_state_{rank()}.pth"
+    try:
+        if fault is None and rank() != 0 and own in random_states:
+            _check_file(directory, own, random_states[own])
+    except FAILURES as caught:
+        fault = caught
+    return fault
 
 
 def checkpoints(run_dir: str) -> list[tuple[int, str]]:

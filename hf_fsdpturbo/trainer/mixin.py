@@ -73,7 +73,7 @@ class FSDPTurboTrainerMixin:
         behind = type(self).__mro__[type(self).__mro__.index(FSDPTurboTrainerMixin) + 1 :]
         set_up = SetUp(type(self), GivenArguments(super().__init__, behind, args, kwargs))
         self.parallel_state = set_up.parallel_state
-        self._batches = SharedBatches(set_up.topology.cp_size)
+        self._batches = SharedBatches(set_up.topology.cp_size, set_up.topology.dp_size)
         self._saving = saving.Saving(self)
         self.sharding_report = set_up.shard_models()
         with set_up.parent_arguments() as given:
@@ -119,7 +119,8 @@ class FSDPTurboTrainerMixin:
         return size if size > 1 else super().get_tp_size()  # type: ignore[misc]
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
-        return super()._get_dataloader(self._batches.stream(dataset), *args, **kwargs)  # type: ignore[misc]
+        dataset = self._batches.stream(dataset, self.args.accelerator_config.dispatch_batches)
+        return super()._get_dataloader(dataset, *args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]

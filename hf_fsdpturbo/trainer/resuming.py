@@ -43,8 +43,10 @@ def load_model(trainer: Any, checkpoint: str) -> None:
     """
     model, adapted = trainer.model, adapter_files.is_peft(trainer.model)
     directory = os.path.join(checkpoint, dcp.DCP_DIR)
+    fault = commit.fault_in(checkpoint)
     with together("resuming"):
-        commit.verify(checkpoint)
+        if fault is not None:
+            raise fault
         if not os.path.isdir(directory):
             fix = "Give it as the model's path to start a new run from it."
             if adapted:
@@ -83,8 +85,10 @@ def load_training_state(trainer: Any, checkpoint: str) -> None:
 def load_best_model(trainer: Any) -> None:
     """Fill the model from the best checkpoint, which may hold shards, Hub weights or an adapter. Collective."""
     best, adapted = trainer.state.best_model_checkpoint, adapter_files.is_peft(trainer.model)
+    fault = commit.fault_in(best)
     with together("load_best_model_at_end"):
-        commit.verify(best)
+        if fault is not None:
+            raise fault
     directory = os.path.join(best, dcp.DCP_DIR)
     if os.path.isdir(directory):
         dcp.load_model(directory, trainer.model, adapted)

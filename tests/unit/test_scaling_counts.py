@@ -1,0 +1,56 @@
+"""What a run of 1,024 ranks asks for, counted on simulated ones: counts, never times."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.simulated_ranks import counted_new_groups, fake_world
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.topology import Topology
+
+
+def groups_made(world: int, rank: int = 0, **sizes: int) -> list[int]:
+    """Ranks of every group that one rank takes part in making."""
+    with fake_world(rank, world), counted_new_groups() as made:
+        FSDPTurboParallelState(Topology.resolve(world, **sizes), "cpu", None)
+    return made
+
+
+@pytest.mark.parametrize("world", [8, 64, 256, 1024])
+def test_groups_of_a_plain_run(world: int):
+    """ep 8: a group for each of W / 8 ep groups and 8 efsdp groups (none where one is the world), one of this rank."""
+    made = groups_made(world, ep_size=8)
+    assert sum(size > 1 for size in made) == (0 if world == 8 else world // 8 + 8)
+    assert [size for size in made if size == 1] == [1]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"ep_size": 1},
+        {"ep_size": 64},
+        {"ep_size": 1, "efsdp_size": 1},
+        {"ep_size": 8, "efsdp_size": 1},
+        {"ep_size": 8, "efsdp_size": 8},
+        {"ep_size": 8, "cp_size": 2},
+        {"ep_size": 64, "mp_replicate_size": 8},
+    ],
+    ids=str,
+)
+def test_no_rank_makes_another_rank_s_own_group(sizes: dict[str, int]):
+    for rank in (0, 63):
+        assert sum(size == 1 for size in groups_made(64, rank, **sizes)) == 1
+
+
+def test_axes_of_one_rank_have_a_group():
+    """FSDP asks for it, also where there is nobody to talk to; the layout is that of torch's own mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with fake_world(5, 16):
+        state = FSDPTurboParallelState(Topology.resolve(16, ep_size=8, efsdp_size=1), "cpu", None)
+        plain = init_device_mesh("cpu", (2, 1, 8, 1), mesh_dim_names=state.expert_mesh.mesh_dim_names)
+        assert state.expert_mesh.mesh.tolist() == plain.mesh.tolist()
+        assert list(state.expert_mesh.get_coordinate()) == list(plain.get_coordinate()) == [0, 0, 5, 0]
+        ranks = [state.expert_mesh.get_group(axis).size() for axis in range(4)]
+        assert ranks == [plain.get_group(axis).size() for axis in range(4)] == [2, 1, 8, 1]
+        assert [state.expert_fsdp_mesh.get_group(axis).size() for axis in (0, 1)] == [2, 1]
