@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from hf_fsdpturbo.arguments.defaults import is_given
 from hf_fsdpturbo.arguments.mappings import parse_mapping
 from hf_fsdpturbo.arguments.params import (
@@ -112,10 +110,16 @@ def resolve_settings(given: Mapping[str, Any], use_cpu: bool = False) -> tuple[d
         (PYTHON, _flatten(python, PYTHON)),
         (ENVIRONMENT, _flatten(environment, f"{ENVIRONMENT}, {ENV_PREFIX}...")),
         (YAML, _flatten(yaml_fields, f"{launch.path}, {YAML_PREFIX}...")),
-        (DEFAULT, _defaults(torch.accelerator.is_available() and not (use_cpu or launch.use_cpu))),
+        (DEFAULT, _defaults(not (use_cpu or launch.use_cpu) and _has_accelerator())),
     ]
     settings = {key: _pick(key, layers) for key in layers[-1][1]}
     return _with_librarys_default(settings), launch
+
+
+def _has_accelerator() -> bool:
+    import torch  # late: reading settings costs no second of imports
+
+    return torch.accelerator.is_available()
 
 
 def _defaults(on_accelerator: bool) -> dict[str, Any]:

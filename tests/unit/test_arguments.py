@@ -629,7 +629,7 @@ def test_what_python_sets_in_vain_in_one_process_is_listed(build, accelerate_yam
     accelerate_yaml({"ep_dispatcher": "fused", "dist_config": {"reshard_after_forward": False}})
     assert "without effect" not in describe_sources(build(dist_config={"param_storage_dtype": "float32"}))
     vain = {"offload_params": True, "pin_memory": False, "ep_backend": "fsdp_turbo", "hook_modules": ["model"],
-            "fsdp_ignored_modules": ["lm_head"], "ep_dispatcher": "mc2"}  # fmt: skip
+            "fsdp_ignored_modules": ["lm_head"]}  # fmt: skip
     kwargs = {"dist_config": vain, "init_config": {"name": "init_on_rank0"}}
     (line,) = [row for row in describe_sources(build(**kwargs)).splitlines() if "without effect in one" in row]
     for name in ("offload_params=True", "ep_backend='fsdp_turbo'", "hook_modules=", "fsdp_ignored_modules=",

@@ -122,7 +122,7 @@ def test_no_copy_is_stale(change):
 
 
 def test_versions_alone_would_be_stale(monkeypatch):
-    """The fault: without the optimizer's hooks nothing tells of a fused step, and training goes on with old weights."""
+    """The fault: without the optimizer's hooks nothing tells of a fused step, and old weights go on training."""
     monkeypatch.setattr(WeightCopies, "forget", lambda self: None)
     module = Module()
     module.get()
