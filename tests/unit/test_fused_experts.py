@@ -201,11 +201,24 @@ def test_a_second_call_changes_nothing():
 
 
 def test_weights_that_accelerate_moves_keep_their_own_forward():
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
     ours = tiny_model("qwen3_moe")
-    ours.model.layers[0].mlp.experts._hf_hook = object()
+    add_hook_to_module(ours.model.layers[0].mlp.experts, ModelHook())
+    assert hasattr(ours.model.layers[0].mlp.experts, "_hf_hook")
     found = route_in_one_process(ours)
     assert len(found.names) == 1
     assert list(found.kept.values()) == [["model.layers.0.mlp.experts"]]
+
+
+def test_experts_that_transformers_spreads_keep_their_own_forward():
+    ours = tiny_model("qwen3_moe")
+    enable_fused_experts(ours)
+    for layer in ours.model.layers:
+        assert layer.mlp.experts._is_expert_parallel is False, "upstream's flag"
+        layer.mlp.experts._is_expert_parallel = True
+        layer.mlp.experts.forward.dispatcher = None  # would fail if it were called
+    assert worst(results(ours), results(tiny_model("qwen3_moe"))) == 0.0
 
 
 def test_the_dispatcher_of_one_process():
