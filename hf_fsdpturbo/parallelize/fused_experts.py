@@ -62,8 +62,8 @@ class WholeExperts:
 class FusedForward:
     """Callable in place of ``experts.forward`` in one process.
 
-    It computes in autocast's dtype, as a linear layer would, or without autocast in that of the weights. What the
-    grouped matmuls do not take (float16, float64, odd sizes) goes to the module's own forward.
+    It computes in autocast's dtype, as a linear layer would, or without autocast in that of the weights. What grouped
+    matmuls do not take (float16, float64, odd sizes) and what ``torch.compile`` traces runs the module's own forward.
 
     Args:
         module: plain SwiGLU experts (``is_plain_swiglu``).
@@ -73,7 +73,8 @@ class FusedForward:
 
     def __init__(self, module: nn.Module, forward: Callable[..., Tensor], dispatcher: str = "fused") -> None:
         self.module, self.forward = module, forward
-        self.dispatcher = get_dispatcher(dispatcher)(None, module.get_parameter("gate_up_proj").shape[0])
+        self.make_dispatcher = functools.partial(get_dispatcher(dispatcher), None)
+        self.dispatcher = self.make_dispatcher(len(cast(Tensor, module.gate_up_proj)))
         self.copies = WeightCopies()
         self._fitting: dict[tuple[str, torch.dtype], bool] = {}
 
@@ -82,11 +83,13 @@ class FusedForward:
         kind, module = hidden_states.device.type, self.module
         shown = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else shown[0].dtype
-        if not self._fits(kind, dtype, shown):
+        if torch.compiler.is_compiling() or not self._fits(kind, dtype, shown):
             return self.forward(hidden_states, top_k_index, top_k_weights)
         rows_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         index_TK, weights_TK = (each.reshape(rows_TD.shape[0], -1) for each in (top_k_index, top_k_weights))
         experts = WholeExperts(module, self.forward, shown, dtype, self.copies, len(shown[0]))
+        if self.dispatcher.num_experts != len(shown[0]):  # spread over ranks after us, shown its own block alone
+            self.dispatcher = self.make_dispatcher(len(shown[0]))
         with torch.autocast(kind, enabled=False):
             output_TD = self.dispatcher(rows_TD.to(dtype), index_TK, weights_TK, experts)
         return output_TD.view(hidden_states.shape).to(hidden_states.dtype)
@@ -166,6 +169,13 @@ def route_in_one_process(model: nn.Module, dispatcher: str = "fused") -> FusedEx
     return found
 
 
+def register_experts_implementation() -> None:
+    """Make ``experts_implementation="fsdpturbo"`` known to Transformers; a second call changes nothing."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+
+
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What ``experts_implementation="fsdpturbo"`` calls; other experts run Transformers' ``grouped_mm``."""
     block = vars(module).get("fsdpturbo_block")
@@ -191,9 +201,7 @@ def enable_fused_experts(model: nn.Module | None = None) -> FusedExperts:
     Returns:
         names of the experts modules that run our block now, and of those that keep their own, by reason.
     """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+    register_experts_implementation()
     found = FusedExperts() if model is None else route_in_one_process(model)
     for line in found.lines("fused"):
         print(f"[hf_fsdpturbo] {line}", flush=True)

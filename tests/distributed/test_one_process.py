@@ -10,13 +10,20 @@ import torch
 
 from tests.support.adapter_runs import lora
 from tests.support.compare import compare, distance
+from tests.support.preference_runs import pairs
 from tests.support.records import Record, Run
-from tests.support.reference_run import build_trainer, forget_accelerate, run_references, run_turbo_all
-from tests.support.spawn import run_plain, run_plain_jobs
+from tests.support.reference_run import (
+    build_trainer,
+    forget_accelerate,
+    merge_batches,
+    run_references,
+    run_turbo_all,
+)
+from tests.support.spawn import init_gloo, run_plain, run_plain_jobs, run_ranks
 from tests.support.tiny_models import texts
 
 RECOMPUTE = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-EQUAL = ("accumulated", "recompute", "unclipped", "auto", "adapters", "object", "trainer", "linear attention")
+FLOAT32 = "accumulated, recompute, unclipped, auto, adapters, object, trainer, dpo, reward, linear attention".split(", ")
 ILL_CONDITIONED = ("linear attention",)  # its decay rates
 
 
@@ -44,6 +51,8 @@ def runs_of(tiny: Any) -> dict[str, Run]:
         "adapters": Run(path, data, trainer_kwargs={"peft_config": lora(init_lora_weights=False)}, **ours),
         "object": Run(path, data, as_object=True, **ours),
         "trainer": Run(path, data, trainer="plain", **ours),
+        "dpo": Run(path, pairs(8), {"max_steps": 2}, trainer="dpo", **ours),
+        "reward": Run(path, pairs(8), {"max_steps": 2, "learning_rate": 1e-4}, trainer="reward", **ours),
         "linear attention": Run(tiny("qwen3_5_moe", layers=4), data, {"learning_rate": 1e-4}, **ours),
         "bf16": Run(path, data, bf16, **ours),
         "bf16 recompute": Run(path, data, {**bf16, **RECOMPUTE}, **ours),
@@ -64,11 +73,11 @@ def records(tiny) -> dict[str, tuple[Record, ...]]:
     for name in ILL_CONDITIONED:
         jobs[f"{name}, eager"] = (replace(jobs[name][0], model_kwargs=eager), 1, ours[name].batches)
     plain = dict(zip(jobs, run_plain_jobs(run_references, list(jobs.values()), timeout=150), strict=True))
-    pairs: dict[str, tuple[Record, ...]] = {name: (ours[name], plain[name]) for name in runs}
-    return pairs | {name: (plain[name],) for name in jobs.keys() - runs.keys()}
+    both: dict[str, tuple[Record, ...]] = {name: (ours[name], plain[name]) for name in runs}
+    return both | {name: (plain[name],) for name in jobs.keys() - runs.keys()}
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", FLOAT32)
 def test_float32_equals_plain(records, name):
     record, reference = records[name]
     yardstick = records[f"{name}, eager"][0] if name in ILL_CONDITIONED else None
@@ -113,6 +122,46 @@ def test_what_is_not_ours_is_plain(records):
         record, reference = records[name]
         assert record.extra["after"] == {**record.extra["after"], "blocks": 0, "norms": {}}
         assert compare(record, reference, 0.0 if name == "default on CPU" else 1e-5)
+
+
+def ddp_gradients(path: str) -> list[float]:
+    """Rank function: distances of gradients under DDP, our block against the model's own, at two micro-batches."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import AutoModelForCausalLM
+
+    from hf_fsdpturbo import enable_fused_experts
+
+    init_gloo()
+    ids = torch.randint(3, 384, (2, 24), generator=torch.Generator().manual_seed(dist.get_rank()))
+    found = []
+    for ours in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        if ours:
+            assert enable_fused_experts(model).names
+        wrapped = DistributedDataParallel(model)
+        with wrapped.no_sync():
+            wrapped(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        wrapped(input_ids=ids + 1, labels=ids + 1, use_cache=False).loss.backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    return [distance(found[1][name], gradient) for name, gradient in found[0].items()]
+
+
+def test_ddp_without_our_trainers(tiny):
+    for distances in run_ranks(ddp_gradients, 2, tiny("qwen3_moe"), timeout=60):
+        assert max(distances) < 1e-5
+
+
+def test_the_registry_name_under_ep(tiny):
+    """In a sharded run the dispatcher is the path; ``eager`` runs our block on this rank's experts."""
+    name = {"experts_implementation": "fsdpturbo"}
+    run = Run(tiny("qwen3_moe"), {"text": texts(24)}, {"max_steps": 2}, {"ep_size": 2}, model_kwargs=name)
+    ranks = run_ranks(run_turbo_all, 2, [run], timeout=90)
+    records = [records[0] for records in ranks]
+    plain = replace(run, model_kwargs={})
+    (reference,) = run_plain_jobs(run_references, [(plain, 2, merge_batches(records))], timeout=60)
+    comparison = compare(records[0], reference)
+    assert comparison, comparison.report
 
 
 def two_halves(run: Run, folder: str) -> dict[str, Any]:

@@ -192,6 +192,20 @@ def test_what_grouped_matmuls_do_not_take_runs_the_own_forward():
     assert worst(results(ours), results(plain)) == 0.0
 
 
+def test_torch_compile_traces_the_own_forward():
+    plain, ours = tiny_model("qwen3_moe"), tiny_model("qwen3_moe")
+    enable_fused_experts(ours)
+    block = ours.model.layers[0].mlp.experts
+    hidden, index = torch.randn(6, 32), torch.randint(0, 8, (6, 2))
+    weights = torch.rand(6, 2)
+    calls = []
+    own, block.forward.forward = block.forward.forward, lambda *args: calls.append(1) or own(*args)
+    compiled = torch.compile(lambda *args: block(*args), backend="eager")
+    expected = plain.model.layers[0].mlp.experts(hidden, index, weights)
+    assert distance(compiled(hidden, index, weights), expected) < 1e-6
+    assert calls
+
+
 def test_a_second_call_changes_nothing():
     ours = tiny_model("qwen3_moe")
     first = route_in_one_process(ours)
