@@ -2,6 +2,7 @@
 steps side by side.
 
     python3 benchmarks/gpu_session.py --out DIRECTORY              two GPUs, about 8 minutes
+    python3 benchmarks/gpu_session.py --one-gpu --out DIRECTORY    one GPU, about 9 minutes: whole steps in one process
     python3 benchmarks/gpu_session.py --tiny --out DIRECTORY       the same on CPU over gloo: a rehearsal
 
 Every step is a process of its own with its own time limit; one that fails or no longer fits before the deadline is
@@ -12,8 +13,10 @@ the rest goes on. Tables come last, a picture lies in the directory beside the l
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -44,6 +47,21 @@ TRAINING = {
 }
 PAIRS = [("turbo fused", "native"), ("turbo eager", "native"), ("turbo domino", "native"), ("turbo auto", "native"),
          ("turbo fused fp32", "fsdp2")]  # fmt: skip
+
+# One process: (work, its arguments, rows of it); "today" is the product without our expert block.
+ONE_GPU = [
+    ("8 layers bf16", ["--layers", "8", "--batch", "4"], "bfloat16", ("trl", "ours", "today", "trl + ours", "auto")),
+    ("8 layers float32", ["--layers", "8", "--batch", "2"], "float32", ("trl", "ours", "today")),
+    ("16 layers recompute", ["--layers", "16", "--batch", "4", "--checkpointing"], "bfloat16",
+     ("trl", "ours", "today")),
+]  # fmt: skip
+ONE_GPU_ROWS = {
+    "trl": ["--mode", "trl"],
+    "today": ["--mode", "turbo", "--ep", "1", "--dispatcher", "eager"],
+    "ours": ["--mode", "turbo", "--ep", "1", "--dispatcher", "fused"],
+    "auto": ["--mode", "turbo", "--ep", "1", "--dispatcher", "auto"],
+    "trl + ours": ["--mode", "trl", "--fused-experts"],
+}
 
 
 class Session:
@@ -143,6 +161,42 @@ def train(session):
     return found
 
 
+def one_gpu(session):
+    """Whole steps in one process; the ratio of each row to plain TRL in the same work, and how far its losses are."""
+    a, module, found = session.a, "benchmarks.train_throughput", {}
+    results = session.out / "one_gpu.jsonl"
+    results.unlink(missing_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="checkpoints_"))
+    for work, extra, storage, rows in ONE_GPU:
+        if a.tiny:
+            extra = [*extra, "--tiny", "--sequence", "64"]
+        checkpoint = scratch / f"{extra[1]}"
+        size = [*extra, "--checkpoint", str(checkpoint), "--steps", str(a.steps), "--warmup", str(a.warmup)]
+        size += [] if a.tiny else ["--liger"]
+        if not (checkpoint / "config.json").exists():
+            session.step(f"checkpoint {extra[1]}", [*session.python(module), "--make", *size], 120, tail=1)
+        for row in rows:
+            name = f"{work} {row}"
+            command = [*session.python(module), *ONE_GPU_ROWS[row], *size, "--storage", storage, "--out", str(results)]
+            before = len(results.read_text().splitlines()) if results.exists() else 0
+            if session.step(name, command, 120, tail=1):
+                found[name] = json.loads(results.read_text().splitlines()[before])
+    shutil.rmtree(scratch)
+    lines = ["| work and row | ms/step | over trl | peak GiB | MFU | largest loss difference |", f"{'|---' * 6}|"]
+    for name, r in found.items():
+        peer = found.get(next(f"{work} trl" for work, *_ in ONE_GPU if name.startswith(work)))
+        ratio = gap = "-"
+        if peer:
+            ratio = f"{r['ms_step'] / peer['ms_step']:.3f}"
+            gap = f"{max(abs(p - q) for p, q in zip(r['losses'], peer['losses'], strict=True)):.4f}"
+        lines.append(f"| {name} | {r['ms_step']} | {ratio} | {r['peak_gib']} | {100 * r['mfu']:.1f} % | {gap} |")
+    (session.out / "one_gpu.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n=== outcome")
+    for name, text in session.outcome.items():
+        print(f"{name}: {text}")
+    print("\n" + "\n".join(lines))
+
+
 def table(results):
     rows = ["| run | tokens/s/GPU | ms/step | peak GiB | MFU | start to first step, s |", "|---|---|---|---|---|---|"]
     for name, r in results.items():
@@ -186,6 +240,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--one-gpu", action="store_true", help="whole steps in one process on one GPU, nothing else")
     parser.add_argument("--minutes", type=float, default=8.8, help="deadline of the whole session")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
@@ -195,6 +250,8 @@ def main():
     parser.add_argument("--only", default=None, help="comma list of words: steps whose name has one of them")
     a = parser.parse_args()
     session = Session(a)
+    if a.one_gpu:
+        return one_gpu(session)
     tiny = ["--tiny"] if a.tiny else []
     block = [*session.python("benchmarks.moe_block"), *tiny, "--out", str(session.out / "moe_block.json")]
     session.step("moe block", block, 120)

@@ -1,10 +1,10 @@
 """Training throughput of one mode: a Qwen3-30B-A3B-shaped model, fewer layers, through TRL's SFTTrainer; one JSON
 line.
 
-Modes: `turbo` (ours), `native` (Transformers' own EP), `fsdp2` (accelerate FSDP2, started by `accelerate launch`).
-The same
-model, data, order and optimizer in each; `--make` writes the checkpoint first. Losses of modes that store alike must
-agree step by step, or the speed means nothing.
+Modes: `turbo` (ours), `native` (Transformers' own EP), `fsdp2` (accelerate FSDP2, started by `accelerate launch`),
+`trl` (plain SFTTrainer in one process; with `--fused-experts` after `enable_fused_experts`). The same model, data,
+order and optimizer in each; `--make` writes the checkpoint first. Losses of modes that store alike must agree step by
+step, or the speed means nothing.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ON_GPU = torch.cuda.is_available()
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mode", choices=["turbo", "native", "fsdp2"], default="turbo")
+    parser.add_argument("--mode", choices=["turbo", "native", "fsdp2", "trl"], default="turbo")
     parser.add_argument("--make", action="store_true", help="write the checkpoint and stop")
     parser.add_argument("--checkpoint", default="checkpoint")
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a rehearsal on CPU")
@@ -36,7 +36,8 @@ def arguments():
     parser.add_argument("--ep", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--dispatcher", default="fused", help="turbo only")
-    parser.add_argument("--storage", default="auto", help="turbo only: param_storage_dtype")
+    parser.add_argument("--storage", default="auto", help="turbo and trl: dtype of the weights")
+    parser.add_argument("--fused-experts", action="store_true", help="trl only: our expert block by one line")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
     parser.add_argument("--liger", action="store_true", help="liger's rope and rms_norm")
     parser.add_argument("--profile", default=None, help="write a breakdown of one step's GPU time to this file")
@@ -190,6 +191,14 @@ def make_trainer(a, config, meter, world):
     if a.mode == "fsdp2":
         args = SFTConfig(**common, model_init_kwargs=init)
         return SFTTrainer(model=a.checkpoint, args=args, **data)
+    if a.mode == "trl":
+        init["dtype"] = a.storage if a.storage != "auto" else a.dtype
+        trainer = SFTTrainer(model=a.checkpoint, args=SFTConfig(**common, model_init_kwargs=init), **data)
+        if a.fused_experts:
+            from hf_fsdpturbo import enable_fused_experts
+
+            enable_fused_experts(trainer.model)
+        return trainer
     from transformers.distributed import DistributedConfig
 
     args = SFTConfig(**common)

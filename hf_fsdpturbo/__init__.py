@@ -15,6 +15,7 @@ _PUBLIC: dict[str, str] = {
     "FSDPTurboParallelState": "parallel_state",
     "get_fsdpturbo_parallel_state": "parallel_state",
     "clip_grad_norm_": "grad_norm",
+    "enable_fused_experts": "parallelize.fused_experts",
     "FSDPTurboTrainer": "trainer.mixin",
     "FSDPTurboTrainerMixin": "trainer.mixin",
     "FSDPTurboDPOConfig": "trl",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec as FSDPTurboEPModelSpec
     from hf_fsdpturbo.parallel_state import FSDPTurboParallelState as FSDPTurboParallelState
     from hf_fsdpturbo.parallel_state import get_fsdpturbo_parallel_state as get_fsdpturbo_parallel_state
+    from hf_fsdpturbo.parallelize.fused_experts import enable_fused_experts as enable_fused_experts
     from hf_fsdpturbo.trainer.mixin import FSDPTurboTrainer as FSDPTurboTrainer
     from hf_fsdpturbo.trainer.mixin import FSDPTurboTrainerMixin as FSDPTurboTrainerMixin
     from hf_fsdpturbo.trl import FSDPTurboDPOConfig as FSDPTurboDPOConfig

@@ -35,6 +35,7 @@ ENVIRONMENT = "environment"
 YAML = "accelerate YAML"
 DEFAULT = "default"
 
+DISPATCHER = "dist_config.ep_dispatcher"
 SHORTHAND = ("ep_size", "ep_dispatcher")
 INTEGERS = ("ep_size", "dp_size", "cp_size", "mp_replicate_size", "mp_shard_size", "dist_timeout")
 BOOLEANS = ("drop_unused_tensors",)
@@ -68,7 +69,6 @@ ONE_PROCESS: dict[str, int | None] = {
 NEEDS_PROCESSES = (
     "dist_config.reshard_after_forward",
     "dist_config.offload_params",
-    "dist_config.ep_dispatcher",
     "dist_config.fsdp_ignored_modules",
     "dist_config.hook_modules",
     "dist_config.fsdp_implementation",
@@ -87,11 +87,12 @@ class Setting:
     source: str
 
 
-def resolve_settings(given: Mapping[str, Any]) -> tuple[dict[str, Setting], LaunchConfig]:
+def resolve_settings(given: Mapping[str, Any], use_cpu: bool = False) -> tuple[dict[str, Setting], LaunchConfig]:
     """Merge the four sources.
 
     Args:
         given: public fields as the dataclass holds them.
+        use_cpu: whether the run leaves an accelerator alone that is there.
 
     Returns:
         every setting (public fields but ``dist_config`` and the shorthands, and ``dist_config.<key>``), and the launch
@@ -109,15 +110,31 @@ def resolve_settings(given: Mapping[str, Any]) -> tuple[dict[str, Setting], Laun
         (PYTHON, _flatten(python, PYTHON)),
         (ENVIRONMENT, _flatten(environment, f"{ENVIRONMENT}, {ENV_PREFIX}...")),
         (YAML, _flatten(yaml_fields, f"{launch.path}, {YAML_PREFIX}...")),
-        (DEFAULT, _defaults()),
+        (DEFAULT, _defaults(not (use_cpu or launch.use_cpu) and _has_accelerator())),
     ]
     settings = {key: _pick(key, layers) for key in layers[-1][1]}
-    return settings, launch
+    return _with_librarys_default(settings), launch
 
 
-def _defaults() -> dict[str, Any]:
+def _has_accelerator() -> bool:
+    import torch  # late: reading settings costs no second of imports
+
+    return torch.accelerator.is_available()
+
+
+def _defaults(on_accelerator: bool) -> dict[str, Any]:
+    """Defaults in force; the dispatcher is ``auto`` on an accelerator, ``eager``, which is slow there, on CPU."""
     public = {k: v for k, v in PUBLIC_DEFAULTS.items() if k not in ("dist_config", *SHORTHAND)}
-    return {**public, **{f"dist_config.{k}": v for k, v in FSDPTurboParams().to_dict().items()}}
+    dist = {f"dist_config.{key}": value for key, value in FSDPTurboParams().to_dict().items()}
+    return {**public, **dist, **({DISPATCHER: "auto"} if on_accelerator else {})}
+
+
+def _with_librarys_default(settings: dict[str, Setting]) -> dict[str, Setting]:
+    """The library of ``ep_backend: fsdp_turbo`` knows no ``auto``: its default is ``eager`` everywhere."""
+    upstream = settings["dist_config.ep_backend"].value == "fsdp_turbo"
+    if upstream and settings[DISPATCHER].source == DEFAULT:
+        settings[DISPATCHER] = Setting("eager", DEFAULT)
+    return settings
 
 
 def _pick(key: str, layers: list[tuple[str, dict[str, Any]]]) -> Setting:

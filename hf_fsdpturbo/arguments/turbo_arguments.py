@@ -127,7 +127,8 @@ class FSDPTurboArguments:
 
     def __post_init__(self) -> None:
         check_floors()
-        settings, launch = resolve_settings({name: getattr(self, name) for name in PUBLIC_DEFAULTS})
+        given = {name: getattr(self, name) for name in PUBLIC_DEFAULTS}
+        settings, launch = resolve_settings(given, bool(getattr(self, "use_cpu", False)))
         launch_config.refuse_foreign_environment()
         self._adopt(_resolved_from(settings, settings, launch))
         self._set_timeout()

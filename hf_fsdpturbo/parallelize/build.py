@@ -20,6 +20,7 @@ from hf_fsdpturbo.loading.seam import load_sharded, load_whole
 from hf_fsdpturbo.lora.adapter import add_adapter, draw_adapters, hide, make_shardable
 from hf_fsdpturbo.lora.adapter_files import is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
+from hf_fsdpturbo.parallelize.fused_experts import register_experts_implementation
 from hf_fsdpturbo.parallelize.order import (
     ShardingReport,
     check_model,
@@ -106,6 +107,7 @@ def build_model(
     Raises:
         ValueError: the checkpoint is damaged or does not fit; sizes do not fit the model.
     """
+    register_experts_implementation()
     build, kwargs = model_loader(trainer_class, config, defaults or {})
     storage = STORAGE_DTYPES.get(config.fsdpturbo_params.param_storage_dtype)
     if storage is not None:

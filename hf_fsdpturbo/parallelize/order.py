@@ -30,6 +30,7 @@ from hf_fsdpturbo.model_spec import find_experts
 from hf_fsdpturbo.packing.prepared_masks import keep_documents_apart
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize.autocast import compute_as_autocast, compute_rows_in, float32_parameters
+from hf_fsdpturbo.parallelize.fused_experts import dispatcher_alone, route_in_one_process
 from hf_fsdpturbo.parallelize.ignored_modules import check_patterns, ignored_parameters
 from hf_fsdpturbo.parallelize.routed_experts import expert_options, route_experts
 from hf_fsdpturbo.sharding import fsdp_turbo
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ShardingReport:
-    """What was done, for the summary that rank 0 prints."""
+    """What was done, for the summary that rank 0 prints; ``fused_alone`` counts expert modules of one process."""
 
     topology: dict[str, int]
     dispatcher: str
@@ -59,6 +60,7 @@ class ShardingReport:
     expert_parameters: int = 0
     ignored_parameters: int = 0
     dense_units: int = 0
+    fused_alone: int = 0
     notes: list[str] = field(default_factory=list)
     kernels: KernelReport | None = None
 
@@ -209,11 +211,15 @@ def _route_upstream(
 
 
 def prepare_one_process(model: PreTrainedModel, args: FSDPTurboArguments, topology: Topology) -> ShardingReport:
-    """Kernels and routing tape of a run of one process; nothing is sharded, accelerate prepares the model as usual."""
+    """Kernels, our expert block and routing tape of a run of one process; accelerate prepares the model as usual."""
     report = ShardingReport(topology.to_dict(), "none")
     report.kernels = apply_kernels(model, args.kernel_params, args.device.type)
     keep_documents_apart(model)
-    install_routing_tape(model)
+    dispatcher, note = dispatcher_alone(args)
+    routed = route_in_one_process(model, dispatcher)
+    report.fused_alone = len(routed.names)
+    report.notes += [*filter(None, [note]), *routed.lines(dispatcher)]
+    install_routing_tape(model, routed.names)
     return report
 
 

@@ -181,14 +181,20 @@ class FSDPTurboTrainerMixin:
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        if self.parallel_state is None:
+        if not self._own_norm:
             return super()._clip_grad_norm(model)  # type: ignore[misc]
         return self._norm_and_clip(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if self.parallel_state is None or grad_norm is not None:
+        if not self._own_norm or grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
         return self._norm_and_clip(model, float("inf"))
+
+    @property
+    def _own_norm(self) -> bool:
+        """Sharded, or in one process with our expert block; with a loss scaler accelerate unscales first."""
+        alone = self.sharding_report is not None and self.sharding_report.fused_alone > 0
+        return self.parallel_state is not None or (alone and self.accelerator.scaler is None)
 
     def _norm_and_clip(self, model: nn.Module, max_norm: float) -> Tensor:
         if self._gradient_groups is None:  # as static as the optimizer's own list of parameters

@@ -629,15 +629,33 @@ def test_what_python_sets_in_vain_in_one_process_is_listed(build, accelerate_yam
     accelerate_yaml({"ep_dispatcher": "fused", "dist_config": {"reshard_after_forward": False}})
     assert "without effect" not in describe_sources(build(dist_config={"param_storage_dtype": "float32"}))
     vain = {"offload_params": True, "pin_memory": False, "ep_backend": "fsdp_turbo", "hook_modules": ["model"],
-            "fsdp_ignored_modules": ["lm_head"], "ep_dispatcher": "mc2"}  # fmt: skip
+            "fsdp_ignored_modules": ["lm_head"]}  # fmt: skip
     kwargs = {"dist_config": vain, "init_config": {"name": "init_on_rank0"}}
     (line,) = [row for row in describe_sources(build(**kwargs)).splitlines() if "without effect in one" in row]
     for name in ("offload_params=True", "ep_backend='fsdp_turbo'", "hook_modules=", "fsdp_ignored_modules=",
-                 "ep_dispatcher='mc2'", "init_on_rank0"):  # fmt: skip
+                 "init_on_rank0"):  # fmt: skip
         assert name in line
     assert "reshard_after_forward" not in line
     pretend_world(monkeypatch, 2)
     assert "without effect" not in describe_sources(build(**kwargs))
+
+
+@pytest.mark.parametrize("accelerator", [True, False])
+def test_the_dispatcher_of_nobodys_choice(build, monkeypatch, accelerator):
+    """``auto`` on an accelerator; ``eager`` can still be asked for there, and the upstream library knows no auto."""
+    monkeypatch.setattr(sources, "_has_accelerator", lambda: accelerator)
+    assert build(use_cpu=True).ep_dispatcher == "eager"
+    settings = {False: "eager", True: "auto"}
+    given = dict.fromkeys(sources.PUBLIC_DEFAULTS)
+    key = sources.DISPATCHER
+
+    def resolved(**more):
+        return sources.resolve_settings({**given, **more})[0][key]
+
+    assert resolved() == sources.Setting(settings[accelerator], sources.DEFAULT)
+    assert resolved(ep_dispatcher="eager").value == "eager"
+    assert resolved(dist_config={"ep_backend": "fsdp_turbo"}) == sources.Setting("eager", sources.DEFAULT)
+    assert resolved(dist_config={"ep_backend": "fsdp_turbo", "ep_dispatcher": "fused"}).value == "fused"
 
 
 def test_processes_that_do_not_know_each_other_are_an_error(build, monkeypatch):

@@ -29,6 +29,7 @@ PUBLIC = {
     "atexit": "weakref.finalize",
     "data": "torch: storage of a parameter",
     "expert_ids_per_ep_rank": "fsdp_turbo's, which is not installed here",
+    "fsdpturbo_block": "our own, on experts modules",
     "grad": "torch: gradient of a parameter",
     "hidden_size": "fsdp_turbo's dispatchers read it; the attribute is ours",
     "loss": "a field of TRL's output, which is made for each call",

@@ -1,0 +1,117 @@
+"""Weights in the dtype they compute in, converted once a step where they are stored in another.
+
+Autocast does not reach ``grouped_mm``: float32 weights under bf16 autocast would compute in float32. A copy serves all
+micro-batches, recompute and evaluation until the weight changes; gradients go to the stored weight in its own dtype.
+
+Note [When a copy is stale]. A parameter's ``_version`` tells of every in-place operation that autograd can see:
+``load_state_dict``, edits under ``no_grad``, most optimizers. It does not tell of the fused ones
+(``adamw_torch_fused``, Transformers' default, leaves it as it was: seen with torch 2.13), nor of edits through
+``.data``. So all copies of the process are dropped round every optimizer's step, and a copy also ends when the module
+goes from training to evaluation or back (averaged weights are swapped in there, through ``.data``). What is left
+unseen: an edit through ``.data`` between two forwards of one kind, without a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A converted weight, and what the weight was then."""
+
+    parameter: weakref.ref[Tensor]
+    state: tuple[Any, ...]
+    tensor: Tensor
+
+
+class _ComputeIn(torch.autograd.Function):
+    """The copy, its gradient going to the stored weight in that one's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0].to(ctx.dtype), None
+
+
+class WeightCopies:
+    """Copies of one module's weights, by name.
+
+    Memory: one copy of each weight that is stored in another dtype (for bf16, 2 bytes an element: half of float32
+    storage again), from its first forward in a step to the optimizer's step. Copying or pickling the module leaves
+    them out.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, _Copy] = {}
+        _watch_optimizers()
+        _living.add(self)
+
+    def get(self, name: str, weight: Tensor, dtype: torch.dtype, mode: Hashable = None) -> Tensor:
+        """``weight`` in ``dtype``: itself, or a copy that is as the weight is now.
+
+        Args:
+            name: under which the copy is kept; the next weight of that name replaces it.
+            weight: a parameter. Any other tensor (a sum with adapters, made for this call) is converted, not kept.
+            dtype: to compute in.
+            mode: a copy made under another mode is not used.
+
+        Returns:
+            a tensor whose gradient reaches ``weight``.
+        """
+        if weight.dtype == dtype:
+            return weight
+        if not isinstance(weight, nn.Parameter) or weight.is_inference():
+            return weight.to(dtype)
+        state = (weight._version, weight.data_ptr(), weight.device, dtype, mode)
+        kept = self._copies.get(name)
+        if kept is None or kept.parameter() is not weight or kept.state != state:
+            kept = None
+            self._copies.pop(name, None)  # before the new one needs its room
+            with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not serve training after
+                kept = _Copy(weakref.ref(weight), state, weight.detach().to(dtype))
+            self._copies[name] = kept
+        if torch.is_grad_enabled() and weight.requires_grad:
+            return _ComputeIn.apply(weight, kept.tensor)
+        return kept.tensor
+
+    def forget(self) -> None:
+        """Drop all copies; graphs that still need one keep it."""
+        self._copies.clear()
+
+    def nbytes(self) -> int:
+        """Bytes of the copies held now."""
+        return sum(copy.tensor.nbytes for copy in self._copies.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        WeightCopies.__init__(self)
+
+
+_living: weakref.WeakSet[WeightCopies] = weakref.WeakSet()
+
+
+def _forget_all(*_: Any) -> None:
+    for copies in _living:
+        copies.forget()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once a process. Before a step, to give it the room; after it, for copies that a closure made inside."""
+    register_optimizer_step_pre_hook(_forget_all)
+    register_optimizer_step_post_hook(_forget_all)
