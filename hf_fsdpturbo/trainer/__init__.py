@@ -6,6 +6,7 @@
     resuming.py          which checkpoint, and filling model, optimizer, scheduler from it
     batches.py           what to count once where cp ranks share a batch
     evaluation.py        each sample counts once; the only owner of accelerator.gather
+    step_norm.py         the gradient norm of a step, and its clip
     given_arguments.py   the arguments a trainer was given, by name
     reference.py         the reference model of preference trainers
     refusals.py          what the trainer is given and cannot work

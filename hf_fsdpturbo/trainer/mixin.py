@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from hf_fsdpturbo import grad_norm as norms
 from hf_fsdpturbo.context_parallel.sharded_head import install_sharded_head
 from hf_fsdpturbo.lora import adapter_files
 from hf_fsdpturbo.lora.merged_export import export_merged
@@ -31,6 +30,7 @@ from hf_fsdpturbo.trainer.evaluation import GatheredRows, undivided_aux_loss
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.refusals import refuse_accelerate, refuse_foreign_parameters, refuse_images
 from hf_fsdpturbo.trainer.set_up import SetUp
+from hf_fsdpturbo.trainer.step_norm import StepNorm
 
 
 class FSDPTurboTrainerMixin:
@@ -60,7 +60,6 @@ class FSDPTurboTrainerMixin:
     scalars_are_means: bool = False
 
     _rows: GatheredRows | None = None  # None in a run of one process
-    _gradient_groups: list[norms.ParameterGroup] | None = None
     _head_is_cut: bool = False
 
     # What the trainer behind us brings.
@@ -74,7 +73,7 @@ class FSDPTurboTrainerMixin:
         set_up = SetUp(type(self), GivenArguments(super().__init__, behind, args, kwargs))
         self.parallel_state = set_up.parallel_state
         self._batches = SharedBatches(set_up.topology.cp_size, set_up.topology.dp_size)
-        self._saving = saving.Saving(self)
+        self._saving, self._norm = saving.Saving(self), StepNorm(self)
         self.sharding_report = set_up.shard_models()
         with set_up.parent_arguments() as given:
             super().__init__(*given.args, **given.kwargs)
@@ -104,7 +103,7 @@ class FSDPTurboTrainerMixin:
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Optimizer over sharded parameters."""
-        self._gradient_groups = None
+        self._norm.forget()
         reshard(self.model)
         parent: Any = super()
         optimizer = parent.create_optimizer() if model is None else parent.create_optimizer(model)
@@ -181,27 +180,14 @@ class FSDPTurboTrainerMixin:
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        if not self._own_norm:
+        if not self._norm.is_ours:
             return super()._clip_grad_norm(model)  # type: ignore[misc]
-        return self._norm_and_clip(model, self.args.max_grad_norm)
+        return self._norm.clip(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if not self._own_norm or grad_norm is not None:
+        if not self._norm.is_ours or grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
-        return self._norm_and_clip(model, float("inf"))
-
-    @property
-    def _own_norm(self) -> bool:
-        """Sharded, or in one process with our expert block; with a loss scaler accelerate unscales first."""
-        alone = self.sharding_report is not None and self.sharding_report.fused_alone > 0
-        return self.parallel_state is not None or (alone and self.accelerator.scaler is None)
-
-    def _norm_and_clip(self, model: nn.Module, max_norm: float) -> Tensor:
-        if self._gradient_groups is None:  # as static as the optimizer's own list of parameters
-            self._gradient_groups = norms.parameter_groups(model)
-        norms.average_replicated_gradients_(self._gradient_groups)
-        self.last_group_norms = norms.clip_groups_(self._gradient_groups, max_norm)
-        return self.last_group_norms["total"]
+        return self._norm.clip(model, float("inf"))
 
     # Evaluation
 
