@@ -15,6 +15,9 @@ from hf_fsdpturbo.shards import copy_full_tensor_
 
 FRESH_HEADS = ("score.", "classifier.")
 """Task heads that a base checkpoint does not have: they start fresh, equal on all ranks. The rest must be there."""
+DRAWN_IN_MEMORY = 2**16
+"""Elements. Some families draw values of a tensor's size before they find that it is loaded (decay rates of Qwen3.5),
+which moves the random state that adapters are drawn from next; on meta it would stay."""
 REPLACED_HEAD = "lm_head."
 """The head of a base checkpoint, which a fresh task head takes the place of."""
 
@@ -64,7 +67,7 @@ def _models_in(model: nn.Module) -> list[nn.Module]:
 
 
 def _on_whole_tensors(own: Callable[[nn.Module], None], heads: set[nn.Module]) -> Callable[[nn.Module], None]:
-    """A family's ``_init_weights`` that sees parameters whole: those it may fill in memory, the others on meta."""
+    """A family's ``_init_weights`` that sees parameters whole: those it may fill in memory, large ones on meta."""
 
     def init_weights(module: nn.Module) -> None:
         held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
@@ -72,7 +75,8 @@ def _on_whole_tensors(own: Callable[[nn.Module], None], heads: set[nn.Module]) -
         for name, parameter in held.items():
             if getattr(parameter, "_is_hf_initialized", False):
                 if isinstance(parameter, DTensor):
-                    module._parameters[name] = _like_whole(parameter, "meta")
+                    small = parameter.numel() <= DRAWN_IN_MEMORY
+                    module._parameters[name] = _like_whole(parameter, "cpu" if small else "meta")
                     module._parameters[name]._is_hf_initialized = True  # type: ignore[union-attr]
             elif module in heads:
                 fresh[name] = parameter
