@@ -52,7 +52,7 @@ def find_stacks(model: nn.Module, num_experts: int | None) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if not isinstance(module, nn.modules.conv._ConvNd)
+        if not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
         and any(p.ndim == 3 and num_experts in (None, p.shape[0]) for p in module.parameters(recurse=False))
     ]
 

@@ -179,7 +179,7 @@ def _what_to_do(model: PreTrainedModel, model_type: str) -> str:
         )
     if found := stacks or find_flat_stacks(model, count):
         return (
-            f"Train it with ep_size=1, or register it: FSDPTurboEPModelSpec.register({model_type!r}, ep_modules=[...], "
+            f"Train it with ep_size=1, or register it: FSDPTurboEPModelSpec.register({model_type!r}, ep_modules=..., "
             f"prepare_fn=...). Parameters that seem to be stacked over experts are in "
             f"{list(dict.fromkeys(map(as_pattern, found)))}; docs/register.md has examples."
         )

@@ -8,7 +8,7 @@ ranks that hold their experts. What a module holds is said by attributes, which 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -64,20 +64,42 @@ def adapt_block(block: nn.Module, forward: Callable[..., Any]) -> None:
     """
     if "calls_by_convention" in vars(block):
         return
-    cast(Any, block).calls_by_convention = True
-    block.forward = MethodType(forward, block)  # type: ignore[method-assign]
+    for name, value in {"calls_by_convention": True, "forward": MethodType(forward, block)}.items():
+        setattr(block, name, value)
 
 
-def grouped_swiglu(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """A forward for :func:`adapt_experts`: ``down(act(gate(x)) * up(x))`` by the grouped matmuls of Transformers.
+def grouped_swiglu(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    gate_up: Tensor,
+    down: Tensor,
+    act_fn: Callable[[Tensor], Tensor],
+    is_transposed: bool = False,
+) -> Tensor:
+    """``down(act(gate(x)) * up(x))`` of each row's experts, weighted and summed, by Transformers' grouped matmuls.
 
-    For ``gate_up_proj [E, 2F, D]`` with the gate rows first and ``down_proj [E, D, F]`` (transposed: ``[E, D, 2F]``,
-    ``[E, F, D]``), and ``act_fn``, without biases.
+    Args:
+        hidden_states: ``[T, D]``.
+        top_k_index: ``[T, K]``, below the number of experts in the stacks.
+        top_k_weights: ``[T, K]``.
+        gate_up: ``[E, 2F, D]``, gate rows first; transposed ``[E, D, 2F]``.
+        down: ``[E, D, F]``; transposed ``[E, F, D]``.
+        act_fn: on the gate.
+        is_transposed: whether the stacks are.
+
+    Returns:
+        ``[T, D]`` in the dtype of ``hidden_states``.
     """
-    from transformers.integrations.moe import _default_apply_gate, grouped_mm_experts_forward
+    from transformers.integrations.moe import grouped_mm_experts_forward
 
-    experts.has_gate, experts.has_bias, experts.is_concatenated = True, False, True
-    experts.has_post_expert_norm, experts._is_expert_parallel = False, False
-    experts._apply_gate = MethodType(_default_apply_gate, experts)
-    output: Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+    def apply_gate(gate_up_SF: Tensor) -> Tensor:
+        gate_SF, up_SF = gate_up_SF.chunk(2, dim=-1)
+        return act_fn(gate_SF) * up_SF
+
+    kind = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "_is_expert_parallel": False}
+    stacks = {"gate_up_proj": gate_up, "down_proj": down, "num_experts": gate_up.shape[0]}
+    experts = SimpleNamespace(**kind, **stacks, is_transposed=is_transposed, _apply_gate=apply_gate)
+    output: Tensor = grouped_mm_experts_forward(cast(Any, experts), hidden_states, top_k_index, top_k_weights)
     return output

@@ -27,9 +27,14 @@ def prepare(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Llama4TextExperts):
             count = module.gate_up_proj.shape[0]
-            adapt_experts(module, grouped_swiglu, num_experts=count, is_transposed=True)
+            adapt_experts(module, _rows, num_experts=count, is_transposed=True)
         elif isinstance(module, Llama4TextMoe):
             adapt_block(module, _forward)
+
+
+def _rows(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    stacks = {"gate_up": experts.gate_up_proj, "down": experts.down_proj, "act_fn": experts.act_fn}
+    return grouped_swiglu(hidden_states, top_k_index, top_k_weights, **stacks, is_transposed=True)
 
 
 def _forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +44,7 @@ def _forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """
     rows_TD = hidden_states.reshape(-1, block.hidden_dim)
     scores_TE, logits_TE = block.router(rows_TD)
-    # Scores that were not chosen are exactly zero. Sorted: by size, two that nearly tie may change places in recompute.
+    # Scores that were not chosen are exactly zero. Sorted: by size, near ties may change places in recompute.
     index_TK = scores_TE.detach().topk(block.top_k, dim=1).indices.sort(dim=1).values
     scaled_TKD = rows_TD.unsqueeze(1) * scores_TE.gather(1, index_TK).unsqueeze(-1)
     scaled_ND, index_N1 = scaled_TKD.flatten(0, 1), index_TK.reshape(-1, 1)

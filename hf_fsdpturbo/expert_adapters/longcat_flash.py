@@ -22,9 +22,15 @@ def prepare(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, LongcatFlashExperts):
             count = module.num_routed_experts
-            adapt_experts(module, grouped_swiglu, num_experts=count, has_unused_experts=True)
+            adapt_experts(module, _rows, num_experts=count, has_unused_experts=True)
         elif isinstance(module, LongcatFlashMoE):
             adapt_block(module, _forward)
+
+
+def _rows(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    gate_up = experts.gate_up_proj[: experts.num_experts]
+    stacks = {"gate_up": gate_up, "down": experts.down_proj, "act_fn": experts.act_fn}
+    return grouped_swiglu(hidden_states, top_k_index, top_k_weights, **stacks)
 
 
 def _forward(block: Any, hidden_states: Tensor) -> Tensor:

@@ -54,19 +54,20 @@ class RoutedForward:
         return output_TD.view(hidden_states.shape).clone()
 
     def _check_routing(self, tokens: int, index: Any, weights: Any, others: tuple[Any, ...]) -> None:
-        given = [
-            f"{name} {f'{str(value.dtype)[6:]} {list(value.shape)}' if isinstance(value, Tensor) else repr(value)[:40]}"
-            for name, value in (("top_k_index", index), ("top_k_weights", weights))
-        ]
         if isinstance(index, Tensor) and isinstance(weights, Tensor) and not others:
-            whole_numbers = not index.is_floating_point() and weights.is_floating_point()
-            if whole_numbers and index.numel() == weights.numel() and index.numel() % max(tokens, 1) == 0:
+            are_routing = not index.is_floating_point() and weights.is_floating_point()
+            if are_routing and index.numel() == weights.numel() and index.numel() % max(tokens, 1) == 0:
                 return
+        given = ", ".join(map(_in_words, (index, weights, *others)))
         raise ValueError(
-            f"{self.name}: called with {tokens} rows, {', '.join(given)}{f' and {others}' if others else ''}, but "
-            "experts are called with (hidden_states [T, D], top_k_index [T, K], top_k_weights [T, K]). Register the "
-            "family with a prepare_fn that makes the block that calls them do so (docs/register.md)."
+            f"{self.name}: called with {tokens} rows and ({given}), but experts take (hidden_states [T, D], "
+            "top_k_index [T, K], top_k_weights [T, K]). Register the family with a prepare_fn that makes the block "
+            "that calls them do so (docs/register.md)."
         )
+
+
+def _in_words(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:40]
 
 
 def expert_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -67,9 +67,8 @@ class _Model(nn.Module):
 
 
 def test_register_and_get(registry):
-    with pytest.raises(ValueError, match="No FSDPTurbo EP spec is registered for model_type='homemade'") as caught:
+    with pytest.raises(ValueError, match="No FSDPTurbo EP spec is registered for model_type='homemade'"):
         FSDPTurboEPModelSpec.get(_Model())
-    assert "register('homemade', ep_modules=['model.layers.{*}.mlp.experts'])" in str(caught.value)
     prepared: list[nn.Module] = []
     spec = FSDPTurboEPModelSpec.register("homemade", ep_modules=["blocks.{0-1}.experts"], prepare_fn=prepared.append)
     model = _Model()
@@ -173,3 +172,129 @@ def test_a_dense_model_of_an_expert_family():
     assert find_experts(model, 1) == {}
     with pytest.raises(ValueError, match="no module of"):
         find_experts(model, 2)
+
+
+def _tiny(name: str):
+    """A tiny model of a family of the sweep, on meta."""
+    import transformers
+
+    from tests.families.listing import families
+    from tests.families.tiny import tiny_config
+
+    family = families()[name]
+    config = tiny_config(transformers.CONFIG_MAPPING[family.model_type], name)
+    with torch.device("meta"):
+        return getattr(transformers, family.architecture)(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("nllb_moe", "model.decoder.layers.{*}.ffn.experts"),
+        ("switch_transformers", "encoder.block.{*}.layer.{*}.mlp.experts"),
+    ],
+)
+def test_separate_experts_are_not_told_to_register(name: str, where: str):
+    """Decided from the model: its experts are modules."""
+    with pytest.raises(ValueError, match="are separate modules") as caught:
+        FSDPTurboEPModelSpec.get(_tiny(name))
+    message = str(caught.value)
+    assert f"({where}: 8 " in message
+    assert "ep_size=1" in message
+    assert "register(" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("jetmoe", "model.layers.{*}.mlp.input_linear"),
+        ("dbrx", "transformer.blocks.{*}.ffn.experts.mlp"),
+        ("doge", "model.layers.{*}.mlp.down_embed"),
+    ],
+)
+def test_stacked_experts_are_told_to_register(name: str, where: str):
+    with pytest.raises(ValueError, match=rf"register\('{name}'.*docs/register\.md") as caught:
+        FSDPTurboEPModelSpec.get(_tiny(name))
+    assert where in str(caught.value)
+
+
+def test_a_dense_model_is_not_told_to_register():
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with pytest.raises(ValueError, match=r"No experts were found.*ep_size=1") as caught:
+        FSDPTurboEPModelSpec.get(_on_meta(LlamaConfig(vocab_size=16, **sizes)))
+    assert "register(" not in str(caught.value)
+
+
+WRONG = {
+    "no adapter": ("llama4", ["model.layers.{*}.feed_forward.experts"], r"experts: its forward takes \(hidden_states"),
+    "half of the experts": (
+        "jetmoe",
+        ["model.layers.{*}.mlp.input_linear"],
+        r"input_linear: its forward takes \(inputs",
+    ),
+    "the block": ("jetmoe", ["model.layers.{*}.mlp"], r"layers\.0\.mlp: its forward takes \(layer_input"),
+    "an empty module": ("dbrx", ["transformer.blocks.{*}.ffn.experts"], r"ffn\.experts: .* found no parameters"),
+    "flattened": ("dbrx", ["transformer.blocks.{*}.ffn.experts.mlp"], r"experts\.mlp: its forward takes \(x"),
+    "separate": ("nllb_moe", ["model.{*}coder.layers.{*}.ffn.experts"], r"no module of"),
+    "separate modules": ("nllb_moe", ["model.*coder.layers.{*}.ffn.experts"], r"experts: .* stacked .*ep_size=1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_patterns_name_layer_rule_and_fix(registry, case: str):
+    """A ``ValueError`` before anything is sharded; never what Python says of a call that does not fit."""
+    from hf_fsdpturbo.sharding.expert_parallel import check_experts
+
+    name, patterns, message = WRONG[case]
+    model = _tiny(name)
+    registry.pop(model.config.model_type, None)
+    spec = FSDPTurboEPModelSpec.register(model.config.model_type, ep_modules=patterns)
+
+    def check() -> None:
+        for layer, module in spec.find_experts(model).items():
+            check_experts(module, layer, 2)
+
+    with pytest.raises(ValueError, match=message):
+        check()
+
+
+def test_wrong_prepare_fn_is_named(registry):
+    with pytest.raises(ValueError, match=r"cannot be called with one argument, the model.*prepare_fn\(model\)"):
+        FSDPTurboEPModelSpec.register("homemade", ep_modules=["x"], prepare_fn=lambda: None)
+    spec = FSDPTurboEPModelSpec.register("homemade", ep_modules=["x"], prepare_fn=lambda model: model.encoder)
+    with pytest.raises(ValueError, match=r"prepare_fn of model_type='homemade' failed on _Model with AttributeError"):
+        spec.prepare(_Model())
+
+
+def test_wrong_stacks_are_named(registry):
+    from hf_fsdpturbo.expert_adapters import adapt_experts
+    from hf_fsdpturbo.sharding.expert_parallel import check_experts
+
+    block = _tiny("jetmoe").model.layers[0].mlp
+    adapt_experts(block, lambda b, h, i, w: h, num_experts=8, stacks=("input_linear.weight", "output.weight"))
+    with pytest.raises(
+        ValueError, match=r"mlp: its adapter names stacks \['output\.weight'\], but its parameters are"
+    ):
+        check_experts(block, "model.layers.0.mlp", 2)
+
+
+ROWS = torch.ones(4, 2)
+CALLS = {
+    "input alone": (ROWS,),
+    "a list of sizes": (ROWS, [1, 3], torch.ones(4, 1)),
+    "weights for indices": (ROWS, torch.ones(4, 1), torch.ones(4, 1)),
+    "one index too few": (ROWS, torch.zeros(3, 1).long(), torch.ones(3, 1)),
+    "an argument more": (ROWS, torch.zeros(4, 1).long(), torch.ones(4, 1), None),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_block_that_calls_experts_otherwise_is_named(case: str):
+    """Its own code decides, so it is seen in the first forward, on all ranks alike."""
+    from hf_fsdpturbo.parallelize.routed_experts import RoutedForward
+
+    routed = RoutedForward(None, None, "model.layers.1.mlp.experts")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts: called with 4 rows and .*prepare_fn"):
+        routed(*CALLS[case])
