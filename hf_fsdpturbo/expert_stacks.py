@@ -38,6 +38,11 @@ def fits(experts: nn.Module, rows: int, num_experts: int) -> bool:
     return rows == own or (bool(getattr(experts, "has_unused_experts", False)) and rows > own)
 
 
+def transposed(experts: nn.Module) -> bool:
+    """Whether stacked matrices are ``[E, in, out]``, by the family's own flag or the adapter's."""
+    return bool(getattr(experts, "is_transposed", False) or getattr(experts, "stacks_are_transposed", False))
+
+
 def configured_experts(config: Any) -> int | None:
     """Number of experts that a config, or one below it, names."""
     for field in COUNTS:

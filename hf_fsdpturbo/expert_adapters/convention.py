@@ -50,7 +50,7 @@ def adapt_experts(
         "num_experts": num_experts,
         "rows_per_expert": rows_per_expert,
         "has_unused_experts": has_unused_experts,
-        "is_transposed": is_transposed,
+        "stacks_are_transposed": is_transposed,  # PEFT reads is_transposed, and lays factors out by it
         "forward" if stacks is None else "experts_forward": MethodType(forward, module),
     }
     for name, value in said.items():

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdpturbo import compat
+from hf_fsdpturbo.expert_stacks import transposed
 from hf_fsdpturbo.sharding.expert_lora import FACTORS, base_module
 from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts, shared_by_experts
 from hf_fsdpturbo.shards import local_tensor
@@ -25,7 +26,7 @@ from hf_fsdpturbo.shards import local_tensor
 
 
 def expert_shard_dim(
-    parameter: nn.Parameter, num_local_experts: int, shard_size: int, transposed: bool, local_rows: int | None = None
+    parameter: nn.Parameter, num_local_experts: int, shard_size: int, on_dim_1: bool, local_rows: int | None = None
 ) -> int:
     """Dim on which FSDP shards an expert parameter ``[L, ...]``: see Note [Which dim experts are sharded on].
 
@@ -33,7 +34,7 @@ def expert_shard_dim(
     """
     if num_local_experts % shard_size == 0 and (local_rows or num_local_experts) % shard_size == 0:
         return 0
-    return 1 if transposed or parameter.ndim < 3 else 2
+    return 1 if on_dim_1 or parameter.ndim < 3 else 2
 
 
 def check_expert_shards(module: nn.Module, name: str, num_local_experts: int, shard_size: int) -> None:
@@ -49,9 +50,9 @@ def check_expert_shards(module: nn.Module, name: str, num_local_experts: int, sh
     for parameter_name, parameter in module.named_parameters():
         if parameter in shared:
             continue
-        transposed = _dim_1(parameter_name, bool(getattr(experts, "is_transposed", False)))
+        on_dim_1 = _dim_1(parameter_name, transposed(experts))
         rows = parameter.shape[0] // ep_size if parameter.ndim else None
-        dim = expert_shard_dim(parameter, num_local_experts, shard_size, transposed, rows)
+        dim = expert_shard_dim(parameter, num_local_experts, shard_size, on_dim_1, rows)
         if dim == 0:
             continue
         fused_bias = parameter.ndim < 3 and concatenated and "gate" in parameter_name
@@ -63,10 +64,10 @@ def check_expert_shards(module: nn.Module, name: str, num_local_experts: int, sh
             )
 
 
-def _dim_1(parameter_name: str, transposed: bool) -> bool:
+def _dim_1(parameter_name: str, is_transposed: bool) -> bool:
     """Whether a stacked matrix that is not cut by experts is cut on dim 1."""
     factor = next((part for part in parameter_name.split(".") if part in FACTORS), None)
-    return transposed if factor is None else factor == "lora_B"
+    return is_transposed if factor is None else factor == "lora_B"
 
 
 # Note [Experts that one rank holds whole]
@@ -110,8 +111,8 @@ def fully_shard_experts(
         experts.gradient_divisor = divide_factor
         return
     shard_size = mesh.size(mesh.ndim - 1)
-    transposed = bool(getattr(base_module(module), "is_transposed", False))
-    on_dim_1 = {parameter: _dim_1(name, transposed) for name, parameter in module.named_parameters()}
+    swapped = transposed(base_module(module))
+    on_dim_1 = {parameter: _dim_1(name, swapped) for name, parameter in module.named_parameters()}
 
     def placement(parameter: nn.Parameter) -> Shard:
         rows = local_tensor(parameter).shape[0]

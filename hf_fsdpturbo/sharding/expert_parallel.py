@@ -160,7 +160,7 @@ def check_experts(module: nn.Module, name: str, ep_size: int) -> int:
         )
     stacked = {n: p for n, p in module.named_parameters() if p not in shared_by_experts(module)}
     sizes = {n: p.shape[0] if p.ndim else 0 for n, p in stacked.items()}
-    num_experts = getattr(module, "num_experts", None) or max(sizes.values(), default=0)
+    num_experts = getattr(experts, "num_experts", None) or max(sizes.values(), default=0)
     odd = {n: tuple(stacked[n].shape) for n, size in sizes.items() if not fits(experts, size, num_experts)}
     if not sizes or odd and ep_size > 1:
         raise ValueError(
