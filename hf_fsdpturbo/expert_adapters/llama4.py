@@ -16,7 +16,6 @@ from hf_fsdpturbo.expert_adapters.convention import adapt_block, adapt_experts, 
 PATTERNS = (
     "model.layers.{*}.feed_forward.experts",  # the text model alone
     "language_model.model.layers.{*}.feed_forward.experts",  # inside the one with images
-    "model.language_model.layers.{*}.feed_forward.experts",
 )
 
 

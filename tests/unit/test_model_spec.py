@@ -187,6 +187,22 @@ def _tiny(name: str):
         return getattr(transformers, family.architecture)(config)
 
 
+def test_llama4_with_images_and_its_text_model():
+    import transformers
+
+    from tests.families.tiny import tiny_config
+
+    config = tiny_config(transformers.CONFIG_MAPPING["llama4"], "llama4_with_images")
+    config.text_config.moe_layers = [0]
+    with torch.device("meta"):
+        whole = transformers.Llama4ForConditionalGeneration(config)
+    found = FSDPTurboEPModelSpec.get(whole).find_experts(whole)
+    assert list(found) == ["language_model.model.layers.0.feed_forward.experts"]
+    alone = _tiny("llama4")
+    found = FSDPTurboEPModelSpec.get(alone).find_experts(alone)
+    assert list(found) == [name for name, _ in alone.named_modules() if name.endswith(".experts")] != []
+
+
 @pytest.mark.parametrize(
     ("name", "where"),
     [
