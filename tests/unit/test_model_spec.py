@@ -314,3 +314,18 @@ def test_a_block_that_calls_experts_otherwise_is_named(case: str):
     routed = RoutedForward(None, None, "model.layers.1.mlp.experts")
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts: called with 4 rows and .*prepare_fn"):
         routed(*CALLS[case])
+
+
+def test_lora_on_stacks_of_inner_modules_is_refused():
+    from peft import LoraConfig, get_peft_model
+
+    from hf_fsdpturbo.expert_adapters import adapt_experts
+    from hf_fsdpturbo.sharding.expert_parallel import check_experts
+
+    model = _tiny("jetmoe")
+    config = LoraConfig(target_parameters=["mlp.input_linear.weight"], lora_dropout=0.0)
+    block = get_peft_model(model, config, low_cpu_mem_usage=True).get_base_model().model.layers[0].mlp
+    stacks = ("input_linear.weight", "output_linear.weight")
+    adapt_experts(block, lambda b, h, i, w: h, num_experts=8, stacks=stacks)
+    with pytest.raises(ValueError, match=r"mlp: its adapter names stacks \['input_linear.weight'\].*without adapters"):
+        check_experts(block, "model.layers.0.mlp", 1)
