@@ -42,8 +42,9 @@ class RoutedForward:
         """
         rows_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         self._check_routing(rows_TD.shape[0], top_k_index, top_k_weights, (*rest, *others))
-        index_TK = top_k_index.reshape(rows_TD.shape[0], -1)
-        weights_TK = top_k_weights.reshape(rows_TD.shape[0], -1)
+        choices = top_k_index.numel() // rows_TD.shape[0] if rows_TD.shape[0] else 1  # a rank may have no row to send
+        index_TK = top_k_index.reshape(-1, choices)
+        weights_TK = top_k_weights.reshape(-1, choices)
         # Autocast reaches no grouped matmul: rows and weights have one dtype here, and all in it is said explicitly.
         with torch.autocast(rows_TD.device.type, enabled=False):
             compute = self.experts.compute_dtype

@@ -28,17 +28,28 @@ CASES: dict[str, tuple[str, dict[str, int], str, bool]] = {
         ("ep2 edp2", {"ep_size": 2, "efsdp_size": 1}, "fused", True),
     )
 }
+for _chosen in ("one", "none"):  # experts that all tokens go to: one on the first rank, or those that compute nothing
+    for _dispatcher in ("eager", "fused"):
+        _case = f"longcat_flash {_chosen} routed ep4 {_dispatcher}"
+        CASES[_case] = (f"longcat_flash {_chosen}", {"ep_size": 4}, _dispatcher, _dispatcher == "eager")
 
 
 def _model(name: str) -> Any:
     """Two experts a token (Llama 4 has one in the sweep); four without computation, so that ep 4 cuts rows."""
     import transformers
 
+    name, _, chosen = name.partition(" ")
     family = families()[name]
     config = tiny_config(transformers.CONFIG_MAPPING[family.model_type], name)
     setattr(config, *{"llama4": ("num_experts_per_tok", 2), "longcat_flash": ("zero_expert_num", 4)}[name])
     torch.manual_seed(0)
-    return getattr(transformers, family.architecture)(config).float()
+    model = getattr(transformers, family.architecture)(config).float()
+    for layer in model.model.layers if chosen else ():
+        # "one": expert 1 and those without computation; "none": the latter alone
+        layer.mlp.router.e_score_correction_bias[{"one": slice(2, 8), "none": slice(0, 8)}[chosen]] = -10.0
+        if chosen == "one":
+            layer.mlp.router.e_score_correction_bias[1] = 10.0
+    return model
 
 
 def _train(model: Any, recompute: bool, **kwargs: Any) -> Trained:
