@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from hf_fsdpturbo.expert_adapters import llama4, longcat_flash
+from hf_fsdpturbo.expert_stacks import as_pattern, configured_experts, find_flat_stacks, find_separate, find_stacks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +59,8 @@ class FSDPTurboEPModelSpec:
         ep_modules: patterns of the experts modules (stacked weights, one expert a row of dim 0).
         ep_fsdp_modules: patterns of the modules EFSDP wraps. They must name the experts themselves (checked against
             the model): wrapping the MoE block round them would leave router and shared-expert gradients unreduced.
-        prepare_fn: called with the model before it is sharded, or None.
+        prepare_fn: called with the model before it is sharded, perhaps more than once, or None. Where the family's own
+            code does not call its experts by the field's convention, it brings them to it: ``expert_adapters``.
     """
 
     model_type: str
@@ -80,8 +85,11 @@ class FSDPTurboEPModelSpec:
         """Add a family. Patterns are whole module names (see :func:`name_matches`).
 
         Raises:
-            ValueError: the model type is registered already, or a pattern is malformed.
+            ValueError: the model type is registered already, a pattern is malformed, or ``prepare_fn`` does not take
+                a model.
         """
+        if prepare_fn is not None:
+            _check_takes_model(model_type, prepare_fn)
         if model_type in _REGISTRY:
             raise ValueError(f"model_type={model_type!r} already has an FSDPTurbo EP spec: {_REGISTRY[model_type]}.")
         spec = FSDPTurboEPModelSpec(model_type, tuple(ep_modules), tuple(ep_fsdp_modules or ()), prepare_fn)
@@ -101,15 +109,26 @@ class FSDPTurboEPModelSpec:
         if spec is None:
             raise ValueError(
                 f"No FSDPTurbo EP spec is registered for model_type={model_type!r}, and its Transformers config has "
-                "no expert-parallel plan. Train it with ep_size=1, or register it: "
-                f"FSDPTurboEPModelSpec.register({model_type!r}, ep_modules=['model.layers.{{*}}.mlp.experts'])."
+                f"no expert-parallel plan. {_what_to_do(model, str(model_type))}"
             )
         return spec
 
     def prepare(self, model: nn.Module) -> None:
-        """Run the family's preparation, if it has one."""
-        if self.prepare_fn is not None:
+        """Run the family's preparation, if it has one.
+
+        Raises:
+            ValueError: it expects another model; naming the model type and what it stumbled over.
+        """
+        if self.prepare_fn is None:
+            return
+        try:
             self.prepare_fn(model)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"The prepare_fn of model_type={self.model_type!r} failed on {type(model).__name__} with "
+                f"{type(error).__name__}: {error}. It is called with the model before it is sharded and must take it "
+                "as it is: mend the function that was registered."
+            ) from error
 
     def has_experts(self, model: nn.Module) -> bool:
         """Whether any module is named by ``ep_modules``."""
@@ -137,6 +156,36 @@ class FSDPTurboEPModelSpec:
         return found
 
 
+def _check_takes_model(model_type: str, prepare_fn: Callable[[nn.Module], None]) -> None:
+    try:
+        inspect.signature(prepare_fn).bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"prepare_fn={prepare_fn!r} of model_type={model_type!r} cannot be called with one argument, the model: "
+            f"{error}. Pass a function prepare_fn(model)."
+        ) from None
+
+
+def _what_to_do(model: PreTrainedModel, model_type: str) -> str:
+    """End of the refusal, by what the model holds: stacked experts can be registered, others cannot."""
+    count = configured_experts(model.config)
+    stacks, separate = find_stacks(model, count), find_separate(model, count)
+    if not stacks and separate is not None:
+        name, module = separate
+        kind = type(next(module.children())).__name__
+        return (
+            f"Its experts are separate modules ({as_pattern(name)}: {count} {kind}), and expert parallelism shards "
+            "parameters that are stacked over experts. Train it with ep_size=1."
+        )
+    if found := stacks or find_flat_stacks(model, count):
+        return (
+            f"Train it with ep_size=1, or register it: FSDPTurboEPModelSpec.register({model_type!r}, ep_modules=..., "
+            f"prepare_fn=...). Parameters that seem to be stacked over experts are in "
+            f"{list(dict.fromkeys(map(as_pattern, found)))}; docs/register.md has examples."
+        )
+    return "No experts were found in it, stacked or separate. Train it with ep_size=1."
+
+
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
     return {n: module for n, module in model.named_modules() if any(name_matches(pattern, n) for pattern in patterns)}
 
@@ -159,6 +208,11 @@ _REGISTRY: dict[str, FSDPTurboEPModelSpec] = {
     ),
     "qwen3_5_moe": FSDPTurboEPModelSpec("qwen3_5_moe", _QWEN3_5_MOE),
     "qwen3_5_moe_text": FSDPTurboEPModelSpec("qwen3_5_moe_text", _QWEN3_5_MOE),
+    "llama4": FSDPTurboEPModelSpec("llama4", llama4.PATTERNS, prepare_fn=llama4.prepare),
+    "llama4_text": FSDPTurboEPModelSpec("llama4_text", llama4.PATTERNS, prepare_fn=llama4.prepare),
+    "longcat_flash": FSDPTurboEPModelSpec(
+        "longcat_flash", longcat_flash.PATTERNS, prepare_fn=longcat_flash.prepare
+    ),
 }
 
 

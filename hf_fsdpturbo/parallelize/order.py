@@ -155,7 +155,7 @@ def parallelize_model(
     else:
         for name, num_experts in counts.items():
             module = model.get_submodule(name)
-            experts = route_experts(module, num_experts, params.ep_dispatcher, state, options)
+            experts = route_experts(module, num_experts, params.ep_dispatcher, state, options, name)
             if experts.gradient_divisor is not None:
                 unmanaged.update(module.parameters())
             unmanaged |= shared_by_experts(module)

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, get_dispatcher
+from hf_fsdpturbo.expert_stacks import called_by
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.parallelize.aligned_stacks import aligner
 from hf_fsdpturbo.sharding.adapted_experts import AdaptedExperts
 from hf_fsdpturbo.sharding.expert_fsdp import fully_shard_experts
-from hf_fsdpturbo.sharding.expert_lora import wrapper_chain
+from hf_fsdpturbo.sharding.expert_lora import base_module, wrapper_chain
 from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts, shard_experts, shared_by_experts
 
 
@@ -22,17 +24,27 @@ class RoutedForward:
     Args:
         experts: the local block.
         dispatcher: brings rows to experts and back.
+        name: of the experts module, for messages.
     """
 
-    def __init__(self, experts: ModuleExperts, dispatcher: Dispatcher) -> None:
+    def __init__(self, experts: ModuleExperts, dispatcher: Dispatcher, name: str = "experts") -> None:
         self.experts = experts
         self.dispatcher = dispatcher
+        self.name = name
 
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """``hidden_states [..., D], top_k_index [T, K], top_k_weights [T, K]`` -> shape and dtype of the first."""
+    def __call__(
+        self, hidden_states: Tensor, top_k_index: Any = None, top_k_weights: Any = None, *rest: Any, **others: Any
+    ) -> Tensor:
+        """``hidden_states [..., D], top_k_index [T, K], top_k_weights [T, K]`` -> shape and dtype of the first.
+
+        Raises:
+            ValueError: it is called with anything else, which the model's own code decides: alike on all ranks.
+        """
         rows_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        index_TK = top_k_index.reshape(rows_TD.shape[0], -1)
-        weights_TK = top_k_weights.reshape(rows_TD.shape[0], -1)
+        self._check_routing(rows_TD.shape[0], top_k_index, top_k_weights, (*rest, *others))
+        choices = top_k_index.numel() // rows_TD.shape[0] if rows_TD.shape[0] else 1  # a rank may have no row to send
+        index_TK = top_k_index.reshape(-1, choices)
+        weights_TK = top_k_weights.reshape(-1, choices)
         # Autocast reaches no grouped matmul: rows and weights have one dtype here, and all in it is said explicitly.
         with torch.autocast(rows_TD.device.type, enabled=False):
             compute = self.experts.compute_dtype
@@ -41,6 +53,22 @@ class RoutedForward:
             return output_TD
         # Never a view: a model may add shared experts in place, and that drops FSDP's backward hook from a view.
         return output_TD.view(hidden_states.shape).clone()
+
+    def _check_routing(self, tokens: int, index: Any, weights: Any, others: tuple[Any, ...]) -> None:
+        if isinstance(index, Tensor) and isinstance(weights, Tensor) and not others:
+            are_routing = not index.is_floating_point() and weights.is_floating_point()
+            if are_routing and index.numel() == weights.numel() and index.numel() % max(tokens, 1) == 0:
+                return
+        given = ", ".join(map(_in_words, (index, weights, *others)))
+        raise ValueError(
+            f"{self.name}: called with {tokens} rows and ({given}), but experts take (hidden_states [T, D], "
+            "top_k_index [T, K], top_k_weights [T, K]). Register the family with a prepare_fn that makes the block "
+            "that calls them do so (docs/register.md)."
+        )
+
+
+def _in_words(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:40]
 
 
 def expert_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -54,14 +82,24 @@ def expert_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def route_experts(
-    module: nn.Module, num_experts: int, dispatcher: str, state: FSDPTurboParallelState, options: dict[str, Any]
+    module: nn.Module,
+    num_experts: int,
+    dispatcher: str,
+    state: FSDPTurboParallelState,
+    options: dict[str, Any],
+    name: str = "experts",
 ) -> ModuleExperts:
-    """EP, dispatcher and EFSDP of one experts module; ``options`` are those of the outer units."""
+    """EP, dispatcher and EFSDP of one experts module; ``options`` are those of the outer units.
+
+    ``name`` is the module's, for messages.
+    """
     topology = state.topology
     view = AdaptedExperts if wrapper_chain(module) else ModuleExperts
     experts = shard_experts(module, state.ep_mesh, num_experts, view)
     group = state.ep_mesh.get_group() if topology.ep_size > 1 else None
-    module.forward = RoutedForward(experts, get_dispatcher(dispatcher)(group, num_experts))
+    if getattr(base_module(module), "has_unused_experts", False):
+        experts.align = aligner(num_experts, group)
+    setattr(module, called_by(module), RoutedForward(experts, get_dispatcher(dispatcher)(group, num_experts), name))
     fully_shard_experts(
         module,
         state.expert_fsdp_mesh,

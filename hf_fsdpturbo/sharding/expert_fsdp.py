@@ -11,8 +11,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdpturbo import compat
+from hf_fsdpturbo.expert_stacks import transposed
 from hf_fsdpturbo.sharding.expert_lora import FACTORS, base_module
 from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts, shared_by_experts
+from hf_fsdpturbo.shards import local_tensor
 
 # Note [Which dim experts are sharded on]
 # Dim 0 (whole experts) when the shard group divides the local experts: nothing is cut inside a matrix. Otherwise the
@@ -23,11 +25,16 @@ from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts, shared_by_exper
 # go on the features they share with the base: lora_A [L, r, I] on dim 2, lora_B [L, O, r] on dim 1.
 
 
-def expert_shard_dim(parameter: nn.Parameter, num_local_experts: int, shard_size: int, transposed: bool) -> int:
-    """Dim on which FSDP shards an expert parameter ``[L, ...]``: see Note [Which dim experts are sharded on]."""
-    if num_local_experts % shard_size == 0:
+def expert_shard_dim(
+    parameter: nn.Parameter, num_local_experts: int, shard_size: int, on_dim_1: bool, local_rows: int | None = None
+) -> int:
+    """Dim on which FSDP shards an expert parameter ``[L, ...]``: see Note [Which dim experts are sharded on].
+
+    ``local_rows`` are its rows on this ep rank, where they are not one an expert.
+    """
+    if num_local_experts % shard_size == 0 and (local_rows or num_local_experts) % shard_size == 0:
         return 0
-    return 1 if transposed or parameter.ndim < 3 else 2
+    return 1 if on_dim_1 or parameter.ndim < 3 else 2
 
 
 def check_expert_shards(module: nn.Module, name: str, num_local_experts: int, shard_size: int) -> None:
@@ -38,12 +45,14 @@ def check_expert_shards(module: nn.Module, name: str, num_local_experts: int, sh
     """
     experts = base_module(module)
     concatenated = bool(getattr(experts, "is_concatenated", True))
+    ep_size = max(1, getattr(experts, "num_experts", num_local_experts) // num_local_experts)
     shared = shared_by_experts(module)
     for parameter_name, parameter in module.named_parameters():
         if parameter in shared:
             continue
-        transposed = _dim_1(parameter_name, bool(getattr(experts, "is_transposed", False)))
-        dim = expert_shard_dim(parameter, num_local_experts, shard_size, transposed)
+        on_dim_1 = _dim_1(parameter_name, transposed(experts))
+        rows = parameter.shape[0] // ep_size if parameter.ndim else None
+        dim = expert_shard_dim(parameter, num_local_experts, shard_size, on_dim_1, rows)
         if dim == 0:
             continue
         fused_bias = parameter.ndim < 3 and concatenated and "gate" in parameter_name
@@ -55,10 +64,10 @@ def check_expert_shards(module: nn.Module, name: str, num_local_experts: int, sh
             )
 
 
-def _dim_1(parameter_name: str, transposed: bool) -> bool:
+def _dim_1(parameter_name: str, is_transposed: bool) -> bool:
     """Whether a stacked matrix that is not cut by experts is cut on dim 1."""
     factor = next((part for part in parameter_name.split(".") if part in FACTORS), None)
-    return transposed if factor is None else factor == "lora_B"
+    return is_transposed if factor is None else factor == "lora_B"
 
 
 # Note [Experts that one rank holds whole]
@@ -102,11 +111,12 @@ def fully_shard_experts(
         experts.gradient_divisor = divide_factor
         return
     shard_size = mesh.size(mesh.ndim - 1)
-    transposed = bool(getattr(base_module(module), "is_transposed", False))
-    on_dim_1 = {parameter: _dim_1(name, transposed) for name, parameter in module.named_parameters()}
+    swapped = transposed(base_module(module))
+    on_dim_1 = {parameter: _dim_1(name, swapped) for name, parameter in module.named_parameters()}
 
     def placement(parameter: nn.Parameter) -> Shard:
-        return Shard(expert_shard_dim(parameter, num_local_experts, shard_size, on_dim_1[parameter]))
+        rows = local_tensor(parameter).shape[0]
+        return Shard(expert_shard_dim(parameter, num_local_experts, shard_size, on_dim_1[parameter], rows))
 
     fully_shard(module, mesh=mesh, shard_placement_fn=placement, ignored_params=set(shared), **options)
     assert isinstance(module, FSDPModule)

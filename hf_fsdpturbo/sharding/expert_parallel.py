@@ -6,6 +6,7 @@ S rows, L local experts, E all experts, D hidden, F ffn.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from hf_fsdpturbo.expert_stacks import called_by, fits, shared_parameters, stack_names
 from hf_fsdpturbo.sharding.expert_bias import summed_in_float32
 from hf_fsdpturbo.sharding.expert_lora import base_module
 from hf_fsdpturbo.shards import local_tensor
@@ -62,9 +64,11 @@ class ModuleExperts:
 
     Attributes:
         gradient_divisor: what this view divides gradients by; None where FSDP does it.
+        align: what makes of the local stacks those of the local experts, where they are not the same: collective.
     """
 
     gradient_divisor: int | None = None
+    align: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
     def __init__(self, module: nn.Module, forward: Callable[..., Tensor], num_local_experts: int) -> None:
         self.module = module
@@ -75,23 +79,29 @@ class ModuleExperts:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the stacked matrices as they are now: inside a forward, the one that experts compute in."""
-        return next(p.dtype for p in self.module.parameters(recurse=False) if p.ndim > 1)
+        stacks = (self.module.get_parameter(name) for name in stack_names(self.module))
+        return next(p.dtype for p in stacks if p.ndim > 1)
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """Parameters of the module itself as local tensors, gradients flowing to the DTensors."""
-        local = {name: local_tensor(p) for name, p in self.module.named_parameters(recurse=False)}
+        """The stacks as local tensors by name, gradients flowing to the DTensors."""
+        local = {name: local_tensor(self.module.get_parameter(name)) for name in stack_names(self.module)}
         if self.gradient_divisor is None:
             return local
         return {name: _DivideGradient.apply(weight, self.gradient_divisor) for name, weight in local.items()}
 
+    def aligned_parameters(self) -> dict[str, Tensor]:
+        """As :meth:`local_parameters`, those of the local experts alone."""
+        local = self.local_parameters()
+        return local if self.align is None else self.align(local)
+
     def weights(self) -> tuple[Tensor, Tensor]:
         """``(gate_up [L, 2F, D], down [L, D, F])``; only for plain SwiGLU experts."""
-        local = self.local_parameters()
+        local = self.aligned_parameters()
         return local["gate_up_proj"], local["down_proj"]
 
     def forward_rows(self, rows_SD: Tensor, local_expert_S: Tensor, weight_S: Tensor | None) -> Tensor:
         """The module's own forward with local experts only; ``[S, D]``."""
-        local = self.local_parameters()
+        local = self.aligned_parameters()
         if rows_SD.shape[0] == 0:
             return _TouchWeights.apply(rows_SD, *local.values())
         weight_S1 = torch.ones_like(local_expert_S, dtype=rows_SD.dtype) if weight_S is None else weight_S
@@ -101,12 +111,19 @@ class ModuleExperts:
     @contextlib.contextmanager
     def _parameters_replaced(self, local: dict[str, Tensor]) -> Iterator[None]:
         """The module's code reads ``self.gate_up_proj``: show it local tensors for the length of one call."""
-        own = dict(self.module._parameters)
-        self.module._parameters.update(local)  # type: ignore[arg-type]
+        places = {name: self._place(name) for name in local}
+        own = {name: owner[leaf] for name, (owner, leaf) in places.items()}
+        for name, (owner, leaf) in places.items():
+            owner[leaf] = local[name]
         try:
             yield
         finally:
-            self.module._parameters.update(own)
+            for name, (owner, leaf) in places.items():
+                owner[leaf] = own[name]
+
+    def _place(self, name: str) -> tuple[dict[str, Any], str]:
+        path, _, leaf = name.rpartition(".")
+        return cast("dict[str, Any]", self.module.get_submodule(path)._parameters), leaf
 
 
 def is_plain_swiglu(module: nn.Module) -> bool:
@@ -131,33 +148,61 @@ def check_experts(module: nn.Module, name: str, ep_size: int) -> int:
     """Number of experts of a module, checked against ep_size.
 
     Raises:
-        ValueError: the parameters are not stacked one expert a row of dim 0, or ep_size does not divide their number.
+        ValueError: it is not called by the field's convention, its stacks are not one expert a row of dim 0, or
+            ep_size does not divide their number.
     """
-    shared = shared_by_experts(module)
-    parameters = {n: p for n, p in module.named_parameters() if p not in shared}
-    sizes = {n: p.shape[0] if p.ndim else 0 for n, p in parameters.items()}
-    num_experts = getattr(module, "num_experts", None) or max(sizes.values(), default=0)
-    odd = {n: tuple(parameters[n].shape) for n, size in sizes.items() if size != num_experts}
+    experts = base_module(module)
+    own = dict(experts.named_parameters())
+    if lacking := [stack for stack in stack_names(experts) if stack not in own]:
+        raise ValueError(
+            f"{name}: its adapter names stacks {lacking}, but its parameters are {sorted(own)[:6]}. Name them in "
+            "adapt_experts as they are (without adapters of LoRA round them)."
+        )
+    stacked = {n: p for n, p in module.named_parameters() if p not in shared_by_experts(module)}
+    sizes = {n: p.shape[0] if p.ndim else 0 for n, p in stacked.items()}
+    num_experts = getattr(experts, "num_experts", None) or max(sizes.values(), default=0)
+    odd = {n: tuple(stacked[n].shape) for n, size in sizes.items() if not fits(experts, size, num_experts)}
     if not sizes or odd and ep_size > 1:
         raise ValueError(
             f"{name}: expert parallelism needs parameters stacked over {num_experts} experts in dim 0, but found "
             f"{odd or 'no parameters'}. Train this model with ep_size=1."
         )
-    if num_experts % ep_size:
+    if num_experts % ep_size or any(size % ep_size for size in sizes.values() if ep_size > 1):
+        uneven = {n: size for n, size in sizes.items() if size % ep_size} if num_experts % ep_size == 0 else {}
         raise ValueError(
-            f"ep_size ({ep_size}) must divide the number of experts ({num_experts}) of {name}. Choose an ep_size that "
-            "divides both dp_size and the number of experts."
+            f"ep_size ({ep_size}) must divide the number of experts ({num_experts}) of {name}"
+            f"{f', and the rows of {uneven}' if uneven else ''}. Choose an ep_size that divides both dp_size and the "
+            "number of experts."
         )
+    check_convention(experts, name)
     return num_experts
 
 
-def shared_by_experts(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters of modules inside an experts module (a norm after each expert): one for all experts, never stacked.
+def check_convention(experts: nn.Module, name: str) -> None:
+    """The call that is replaced must take rows and routing.
 
-    Every rank keeps them whole. Each has the gradient of the rows that it received, so that their average over all
-    ranks is the gradient, as for dense parameters.
+    Raises:
+        ValueError: it takes something else; names layer, what it takes, rule, fix.
     """
-    return {parameter for child in base_module(module).children() for parameter in child.parameters()}
+    call = getattr(experts, called_by(experts))
+    signature = inspect.signature(call)
+    try:
+        signature.bind(None, None, None)
+    except TypeError:
+        raise ValueError(
+            f"{name}: its {called_by(experts)} takes {signature}, but experts are called with (hidden_states [T, D], "
+            "top_k_index [T, K], top_k_weights [T, K]). Register the family with a prepare_fn that brings its experts "
+            "to this convention (docs/register.md), or train with ep_size=1."
+        ) from None
+
+
+def shared_by_experts(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters below an experts module that are not stacked: a norm after each expert, one for all of them.
+
+    Every rank keeps them whole. Each has the gradient of the rows that it received (or of its own tokens), so that
+    their average over all ranks is the gradient, as for dense parameters.
+    """
+    return shared_parameters(base_module(module))
 
 
 def shard_experts(
@@ -179,4 +224,4 @@ def shard_experts(
     num_local_experts = num_experts // ep_mesh.size()
     experts = base_module(module)
     cast(Any, experts).num_experts = num_local_experts  # the forward of Transformers sizes its histograms with it
-    return view(module, experts.forward, num_local_experts)
+    return view(module, getattr(experts, called_by(experts)), num_local_experts)

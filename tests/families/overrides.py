@@ -99,6 +99,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "text_config.global_head_dim": 16,
         "vision_config.position_embedding_size": 64,
     },
+    "doge": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2},
     "dots1": {
         "n_routed_experts": 8,
         "n_shared_experts": 1,
@@ -190,6 +191,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "d_kv": 8,
         "num_layers": 2,
         "num_decoder_layers": 2,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+        "encoder_sparse_step": 2,
+        "decoder_sparse_step": 2,
     },
     "unlimited_ocr": _below("vision_config", _OCR_VISION),
     "zaya": {"num_experts_per_tok": 1, "sliding_window": 16, "layer_types": ["hybrid", "hybrid_sliding"]},

@@ -31,6 +31,11 @@ and run on CPU over gloo (torch {torch}, trl {trl}, accelerate {accelerate}).
 *fails*: an error that does not name the cause. **wrong**: other numbers and no error.
 """  # noqa: E501
 
+WITHOUT_PLAN = """`llama4` and `longcat_flash` have a spec of ours. Others whose experts are stacked can be registered;
+[register.md](register.md) has the code for dbrx, doge and jetmoe. Where experts are a module each (nllb_moe,
+switch_transformers), expert parallelism has nothing to cut: `ep_size=1`.
+"""
+
 
 def page(record: Record) -> str:
     """The whole page."""
@@ -44,7 +49,7 @@ def page(record: Record) -> str:
     count = ", ".join(f"{WORDS[kind].strip('*')} {number}" for kind, number in totals(record).items())
     parts = [head, f"Checks: {count}.\n", *rows]
     if plain:
-        parts += ["\n## Without an expert plan in Transformers\n", *rows[:2], *plain]
+        parts += ["\n## Without an expert plan in Transformers\n", WITHOUT_PLAN, *rows[:2], *plain]
     if rest:
         parts += ["\n## Not swept by themselves\n", *rest]
     return "\n".join(parts) + "\n"

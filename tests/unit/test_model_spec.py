@@ -67,9 +67,8 @@ class _Model(nn.Module):
 
 
 def test_register_and_get(registry):
-    with pytest.raises(ValueError, match="No FSDPTurbo EP spec is registered for model_type='homemade'") as caught:
+    with pytest.raises(ValueError, match="No FSDPTurbo EP spec is registered for model_type='homemade'"):
         FSDPTurboEPModelSpec.get(_Model())
-    assert "register('homemade', ep_modules=['model.layers.{*}.mlp.experts'])" in str(caught.value)
     prepared: list[nn.Module] = []
     spec = FSDPTurboEPModelSpec.register("homemade", ep_modules=["blocks.{0-1}.experts"], prepare_fn=prepared.append)
     model = _Model()
