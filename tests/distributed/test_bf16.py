@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.compare import distance
-from tests.support.reference_run import Record, Run, merge_batches, run_references, run_turbo_all
+from tests.support.reference_run import Record, Run, build_trainer, merge_batches, run_references, run_turbo_all
 from tests.support.spawn import run_plain_jobs, run_ranks
 from tests.support.tiny_models import texts
 
@@ -162,3 +162,19 @@ def test_tied_head_by_path_is_the_object(runs):
     assert record.losses == pytest.approx(same.losses, rel=1e-6)
     for name, gradient in same.gradients[0].items():
         assert distance(record.gradients[0][name], gradient) < 1e-5, name
+
+
+def trainable(run: Run) -> list[str]:
+    """Rank function: names of what a run trains."""
+    return [name for name, p in build_trainer(run, True).model.named_parameters() if p.requires_grad]
+
+
+def test_an_adapter_trains_nothing_of_the_base(tiny):
+    """By path the loader makes whole parameters (norms, the embedding) anew, trainable ones."""
+    from peft import LoraConfig
+
+    adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
+    run = Run(tiny("qwen3_moe"), {"text": texts(4)}, BF16, {"ep_size": 2}, trainer_kwargs=adapter)
+    for names in run_ranks(trainable, 2, run, timeout=60):
+        assert names
+        assert all("lora_" in name for name in names), names
