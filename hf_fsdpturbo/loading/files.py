@@ -77,7 +77,10 @@ def check_checkpoint_files(folder: str) -> Headers:
         return {SINGLE: safetensors_header(single)}
     if not os.path.isfile(index := os.path.join(folder, INDEX)):
         return {}
-    weight_map: dict[str, str] = read_json(index).get("weight_map", {})
+    content = read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index} has no weight_map of keys to file names. Copy the file again.")
     headers = {name: safetensors_header(os.path.join(folder, name)) for name in sorted(set(weight_map.values()))}
     for key, name in weight_map.items():
         if key not in headers[name]:

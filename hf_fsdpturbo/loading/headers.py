@@ -108,6 +108,28 @@ def _check_stack(name: str, wanted: tuple[int, ...], sources: dict[str, list[_So
             f"{first.file}: {first.key} and {others} more hold {held} elements, but {name} {wanted} of the model has "
             f"{math.prod(wanted)}. An expert is missing, or the config is another model's."
         )
+    _check_stacked_shape(name, wanted, list(sources.values()), converter)
+
+
+def _check_stacked_shape(name: str, wanted: tuple[int, ...], groups: list[list[_Source]], converter: Any) -> None:
+    """As many elements, but in other dims: matrices that lie transposed. Only where what is stacked is then joined."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    merge, *join = converter.operations
+    if not isinstance(merge, MergeModulelist) or merge.dim != 0 or len(join) != len(groups[1:2]):
+        return
+    made = [len(groups[0]), *groups[0][0].shape]
+    for step in join:
+        if not isinstance(step, Concatenate):
+            return
+        made[step.dim] = sum((len(group), *group[0].shape)[step.dim] for group in groups)
+    if tuple(made) != wanted:
+        source = groups[0][0]
+        raise ValueError(
+            f"{source.file}: {source.key} has shape {source.shape}, of which {name} would be {tuple(made)}, but the "
+            f"model has {wanted}. Use the model's own checkpoint and config."
+        )
+
 
 
 def _missing(

@@ -73,7 +73,7 @@ def float32_parameters(model: Any, dtype: torch.dtype | None) -> set[nn.Paramete
     """Parameters that compute in float32 in a run in ``dtype``: stored in float32, and no matmul reads them.
 
     Those are vectors and scalars (a linear layer's bias is cast at its use), embeddings, which the stream between
-    layers takes its dtype from, and what Transformers keeps in float32.
+    layers takes its dtype from, and what Transformers keeps in float32; also what is tied to one of them.
     """
     if dtype is None:
         return set()
@@ -83,4 +83,13 @@ def float32_parameters(model: Any, dtype: torch.dtype | None) -> set[nn.Paramete
             read_as_stored = isinstance(module, nn.Embedding) or name.endswith(ELEMENTWISE)
             if parameter.ndim < 2 or read_as_stored:
                 found.add(parameter)
+    found |= _tied_to(found, model)
     return {parameter for parameter in found if parameter.dtype == torch.float32}
+
+
+def _tied_to(found: set[nn.Parameter], model: Any) -> set[nn.Parameter]:
+    """What is or will be one parameter with one of ``found``: on meta, before Transformers ties them, it is two."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    ties = (getattr(model, "all_tied_weights_keys", None) or {}).items()
+    pairs = [{named[name] for name in pair} for pair in ties if named.keys() >= set(pair)]
+    return {parameter for pair in pairs if pair & found for parameter in pair}

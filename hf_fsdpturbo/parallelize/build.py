@@ -54,6 +54,7 @@ class Adapter:
         self.peft_model: Any = model if is_peft(model) else None
         self.on_meta = False
         self.show: Callable[[], None] = lambda: None
+        self.frozen: list[tuple[nn.Module, str]] = []
 
     def parallelize(
         self, model: Any, args: FSDPTurboArguments, state: FSDPTurboParallelState
@@ -74,6 +75,7 @@ class Adapter:
             )
         model, report = parallelize_model(model, args, state)
         if self.peft_model is not None:
+            self.frozen = [(m, n) for m in model.modules() for n, p in m._parameters.items() if _is_frozen(p)]
             self.show = hide(model)
             self.peft_model._is_accelerate_prepared = True
         return model, report
@@ -81,11 +83,17 @@ class Adapter:
     def finish(self, model: Any, device: torch.device) -> Any:
         """The PEFT model, adapters drawn; the model itself where there is no adapter."""
         self.show()
+        for module, name in self.frozen:  # the loader makes plain (whole) parameters anew, and they would train
+            getattr(module, name).requires_grad_(False)
         if self.on_meta:
             materialize(self.peft_model, device)
             share_random_state()  # a load may have drawn for shards, whose sizes differ from rank to rank
             draw_adapters(self.peft_model)
         return model if self.peft_model is None else self.peft_model
+
+
+def _is_frozen(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and not parameter.requires_grad
 
 
 def build_model(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.compare import distance
-from tests.support.reference_run import Record, Run, merge_batches, run_references, run_turbo_all
+from tests.support.reference_run import Record, Run, build_trainer, merge_batches, run_references, run_turbo_all
 from tests.support.spawn import run_plain_jobs, run_ranks
 from tests.support.tiny_models import texts
 
@@ -70,6 +70,8 @@ def runs(tiny) -> dict[str, Record]:
         "upcast": Run(in_bf16, data, BF16, {**ep2, "dist_config": {"param_storage_dtype": "float32"}}, **watch),
     }
     sharded["gpt_oss"] = Run(tiny("gpt_oss", layers=4), data, BF16, ep2)
+    tied = tiny("qwen3_moe", tie=True)
+    sharded["tied"], sharded["tied_object"] = (Run(tied, data, BF16, ep2, as_object=o) for o in (False, True))
     ep1 = {"bf16_ep1"}
     several = {name: run for name, run in sharded.items() if name not in ep1}
     by_rank = run_ranks(run_turbo_all, 2, list(several.values()), timeout=120)
@@ -152,3 +154,27 @@ def test_bf16_storage_loses_small_updates(runs):
 
     assert moved(runs["stored_low"]) < 0.6
     assert moved(runs["bf16"]) > 0.95
+
+
+def test_tied_head_by_path_is_the_object(runs):
+    """Tied on meta only after sharding: head and embedding must land in one unit although only one is an embedding."""
+    record, same = runs["tied"], runs["tied_object"]
+    assert record.losses == pytest.approx(same.losses, rel=1e-6)
+    for name, gradient in same.gradients[0].items():
+        assert distance(record.gradients[0][name], gradient) < 1e-5, name
+
+
+def trainable(run: Run) -> list[str]:
+    """Rank function: names of what a run trains."""
+    return [name for name, p in build_trainer(run, True).model.named_parameters() if p.requires_grad]
+
+
+def test_an_adapter_trains_nothing_of_the_base(tiny):
+    """By path the loader makes whole parameters (norms, the embedding) anew, trainable ones."""
+    from peft import LoraConfig
+
+    adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
+    run = Run(tiny("qwen3_moe"), {"text": texts(4)}, BF16, {"ep_size": 2}, trainer_kwargs=adapter)
+    for names in run_ranks(trainable, 2, run, timeout=60):
+        assert names
+        assert all("lora_" in name for name in names), names

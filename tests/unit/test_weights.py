@@ -252,3 +252,22 @@ def test_a_hub_id_is_checked_like_a_folder(tiny, tmp_path):
     model = seam.load_whole("somebody/moe", AutoModelForCausalLM.from_pretrained, **where)
     assert torch.equal(model.lm_head.weight, whole["lm_head.weight"])
     assert getattr(model.config, "distributed_config", None) is None
+
+
+@pytest.mark.parametrize("turned", [("down",), ("gate", "up")])
+def test_transposed_experts_are_named(tiny, turned):
+    """As many elements as the model wants, in other dims: Transformers would only point at a report in the log."""
+    path = tiny("qwen3_moe")
+    headers = check_checkpoint_files(path)
+    for key, entry in headers["model.safetensors"].items():
+        if key.endswith(tuple(f"{kind}_proj.weight" for kind in turned)):
+            entry["shape"] = entry["shape"][::-1]
+    with pytest.raises(ValueError, match=rf"safetensors: .*experts.0.{turned[0]}_proj.weight has shape .* would be"):
+        check_headers(on_meta("qwen3_moe"), path, headers)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
+def test_index_without_a_map(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"index.json has no weight_map"):
+        check_checkpoint_files(str(tmp_path))
