@@ -55,7 +55,7 @@ def plain_evaluation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     args = SFTConfig(
         output_dir=str(out / "report"),
         max_length=256,
-        per_device_eval_batch_size=8,
+        per_device_eval_batch_size=16,  # of the two ranks together: whose loss the trainer logs
         bf16=False,
         activation_checkpointing=False,
         use_cpu=True,
