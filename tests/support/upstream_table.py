@@ -665,6 +665,7 @@ READ = (
                 "_parameters",
                 (
                     "loading/heads.py",
+                    "parallelize/build.py",
                     "sharding/expert_parallel.py",
                     "shards.py",
                 ),
