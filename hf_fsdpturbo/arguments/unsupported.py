@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, KernelParams
+from hf_fsdpturbo.quantisation import refuse_settings
 
 # Parts of optimizer names whose state or update has not been proven on sharded tensors.
 _UNPROVEN_OPTIMIZERS = {"8bit": "8-bit", "4bit": "4-bit", "muon": "Muon"}
@@ -23,9 +24,6 @@ _UNSHARDABLE_OPTIMIZERS = {
     **dict.fromkeys(("ademamix", "lion", "paged", "bnb"), "bitsandbytes' kernels are unproven on sharded parameters"),
 }
 _MODEL_KWARGS = {
-    "quantization_config": "quantised checkpoints are",
-    "load_in_8bit": "quantised checkpoints are",
-    "load_in_4bit": "quantised checkpoints are",
     "distributed_config": "a model with its own distributed_config is",
     "tp_plan": "a model with its own tensor-parallel plan is",
 }
@@ -177,6 +175,8 @@ def settle_after_setup(args: Any) -> None:
         if liger:
             _keep_ligers_swiglu_out(args)
     kwargs = getattr(args, "model_init_kwargs", None) or {}
+    if isinstance(kwargs, dict):
+        refuse_settings(kwargs, "model_init_kwargs ")
     for name, what in _MODEL_KWARGS.items():
         if isinstance(kwargs, dict) and kwargs.get(name):
             raise _refused(f"model_init_kwargs {name}", kwargs[name], f"{what} refused", f"Leave {name} out.")

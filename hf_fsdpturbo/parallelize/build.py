@@ -32,6 +32,7 @@ from hf_fsdpturbo.parallelize.order import (
 from hf_fsdpturbo.parallelize.same_model import check_same_model
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
 from hf_fsdpturbo.parallelize.trainer_family import model_loader
+from hf_fsdpturbo.quantisation import refuse_quantised
 from hf_fsdpturbo.ranks import raised_on_every_rank
 from hf_fsdpturbo.shards import materialize
 
@@ -168,8 +169,7 @@ def _refuse_quantised(path: str, kwargs: dict[str, Any]) -> None:
 
     where = {name: kwargs[name] for name in WHERE if kwargs.get(name)}
     loaded = AutoConfig.from_pretrained(path, trust_remote_code=kwargs.get("trust_remote_code", False), **where)
-    if getattr(loaded, "quantization_config", None) is not None:
-        raise ValueError(f"The checkpoint {path} is quantised, which is not supported: use its unquantised version.")
+    refuse_quantised(loaded, f"The checkpoint {path}")
 
 
 def shard_given_model(

@@ -41,10 +41,10 @@ def model_loader(
         defaults: keywords below ``model_init_kwargs``.
 
     Raises:
-        ValueError: a keyword that places or quantises the model.
+        ValueError: a keyword that places the model.
     """
     kwargs: dict[str, Any] = {**defaults, **(getattr(config, "model_init_kwargs", None) or {})}
-    for name in ("device_map", "distributed_config", "tp_plan", "quantization_config"):
+    for name in ("device_map", "distributed_config", "tp_plan"):
         if kwargs.pop(name, None) is not None:
             raise ValueError(
                 f"model_init_kwargs[{name!r}] is not supported: placement is decided by hf_fsdpturbo. Remove it."

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
+from hf_fsdpturbo.quantisation import refuse_quantised, refuse_settings
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 
 IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "image_sizes")
@@ -25,18 +26,17 @@ def refuse_model(given: GivenArguments) -> None:
     """
     for name, reason in {
         "model_init": "it rebuilds the model for each trial, past the sharded loader",
-        "quantization_config": "quantised weights cannot be sharded by expert",
     }.items():
         if given.get(name) is not None:
             raise ValueError(f"{name} is not supported: {reason}. Leave {name} out.")
+    refuse_settings({"quantization_config": given.get("quantization_config")})
     model = given.get("model")
     config = getattr(model, "config", None)
     if getattr(config, "distributed_config", None) is not None or getattr(model, "_device_mesh", None) is not None:
         raise ValueError(
             "model was loaded with its own distributed_config, but sharding is done by hf_fsdpturbo. Load it without."
         )
-    if getattr(config, "quantization_config", None) is not None or getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError("model is quantised, which is not supported: load it unquantised.")
+    refuse_quantised(config, "model", getattr(model, "hf_quantizer", None))
 
 
 def refuse_optimizers(given: GivenArguments, world_size: int) -> None:
