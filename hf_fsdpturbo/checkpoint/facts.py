@@ -10,18 +10,18 @@ from torch import nn
 
 from hf_fsdpturbo import compat
 from hf_fsdpturbo.checkpoint.commit import read_json
+from hf_fsdpturbo.expert_stacks import COUNTS
 from hf_fsdpturbo.ranks import world_size
 
 TOPOLOGY_JSON = "topology.json"
 FORMAT = 1
-_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def num_experts(model: nn.Module) -> int | None:
     """Number of routed experts the model's config names, None for a dense model."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return next((n for field in _EXPERT_FIELDS if isinstance(n := getattr(config, field, None), int)), None)
+    return next((n for field in COUNTS if isinstance(n := getattr(config, field, None), int)), None)
 
 
 def model_type(model: nn.Module) -> str:

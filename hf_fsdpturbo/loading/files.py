@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_fsdpturbo.checkpoint.commit import read_json
+from hf_fsdpturbo.checkpoint.hub import INDEX, SINGLE
 from hf_fsdpturbo.loading.headers import Headers
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WHERE = ("revision", "subfolder", "cache_dir", "token")
 """Keywords of ``from_pretrained`` that say where its files are."""
 OTHER_FORMATS = ("gguf_file", "variant", "state_dict", "transformers_weights")

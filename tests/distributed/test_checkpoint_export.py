@@ -8,22 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from tests.support.reference_run import Run, build_trainer
 from tests.support.spawn import run_ranks
 from tests.support.tiny_models import save_tiny, texts
+from tests.support.written import tensors_of
 
 SMALL_FILE = 20_000  # bytes: several files a rank, even for a tiny model
-
-
-def tensors_of(directory: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors checkpoint, through its index where it has one."""
-    found = {}
-    for file in sorted(Path(directory).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}
-    return found
 
 
 def weight_hashes(directory: str | Path) -> dict[str, str]:

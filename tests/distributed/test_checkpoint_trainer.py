@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hf_fsdpturbo import export
 from hf_fsdpturbo.checkpoint import commit
-from tests.distributed.test_checkpoint_export import tensors_of
 from tests.support.reference_run import Run, build_trainer, whole_parameters
 from tests.support.spawn import RankError, run_plain, run_ranks
 from tests.support.tiny_models import save_tiny, texts
+from tests.support.written import tensors_of
 
 ARGS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 1}
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "loss"}

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_fsdpturbo.checkpoint import unused
@@ -19,6 +18,7 @@ from hf_fsdpturbo.export import export_checkpoint
 from tests.support.reference_run import Run, build_trainer
 from tests.support.spawn import run_plain, run_ranks
 from tests.support.tiny_models import save_tiny, texts
+from tests.support.written import tensors_of
 
 EXTRA = {
     "qwen3_moe": {
@@ -42,14 +42,6 @@ def release(family: str, folder: Path) -> str:
     config = json.loads((Path(path) / "config.json").read_text())
     (Path(path) / "config.json").write_text(json.dumps({**config, CLAIM[family]: 1}))
     return path
-
-
-def tensors_of(directory: str | Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in sorted(Path(directory).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}
-    return found
 
 
 def check_carried(family: str, source: str, directory: str | Path) -> None:

@@ -5,23 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks.export_planning import MODELS
 from hf_fsdpturbo.checkpoint import conversion_groups, hub_plan
 
-RELEASED = {  # class, config, experts a layer, layers with experts
-    "Qwen3-235B-A22B": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig(
-            num_hidden_layers=94, hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536,
-            num_experts=128, num_experts_per_tok=8, num_attention_heads=64, num_key_value_heads=4, head_dim=128,
-            vocab_size=151936,
-        ),
-        128,
-        94,
-    ),
-    "DeepSeek-V3": (DeepseekV3ForCausalLM, DeepseekV3Config(), 256, 58),
-}  # fmt: skip
+# class, config, experts a layer, layers with experts
+RELEASED = {"Qwen3-235B-A22B": (*MODELS["Qwen3-235B-A22B"], 128, 94), "DeepSeek-V3": (*MODELS["DeepSeek-V3"], 256, 58)}
 
 
 class HostBytes(TorchDispatchMode):
