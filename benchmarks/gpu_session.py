@@ -64,6 +64,14 @@ ONE_GPU_ROWS = {
 }
 
 
+def cause(text):
+    """Of a failed step's log: the last error in front of the launcher's own report, with the lines that led to it."""
+    before = text.split("ChildFailedError")[0].splitlines()
+    lines = [line for line in before if "Warning" not in line and "torch/distributed/" not in line]
+    at = max((i for i, line in enumerate(lines) if "Error" in line), default=len(lines) - 1)
+    return "\n".join(lines[max(0, at - 14) : at + 4])
+
+
 class Session:
     """Runs steps until the deadline; remembers what became of each."""
 
@@ -108,7 +116,7 @@ class Session:
         text = log.read_text(encoding="utf-8", errors="replace")
         print(f"\n=== {name}: {self.outcome[name]}", flush=True)
         lines = [line for line in text.splitlines() if "RESULT " not in line]
-        print("\n".join(lines[-(tail if code == 0 else 30) :]), flush=True)
+        print("\n".join(lines[-tail:]) if code == 0 else cause(text), flush=True)
         return code == 0
 
     def python(self, module):

@@ -207,3 +207,27 @@ def let_gloo_finish_at_exit() -> None:
     Goes when torch joins or drains these threads at exit by itself (pytorch#179291, not there in 2.13).
     """
     atexit.register(time.sleep, GLOO_LAST_WORDS)
+
+
+# Note [Axes out of order]
+# Experts lie over (efsdp_expert_cp, ep), and ranks of one ep group stand between those of one efsdp_expert_cp group:
+# the two axes are not in the order of ranks. torch 2.11 asks for the mesh that would merge their all-gathers, and its
+# layout arithmetic raises KeyError instead of finding none: `full_tensor()` of an expert parameter fails at cp > 1.
+@cache
+def let_redistribute_keep_axes_apart() -> None:
+    """On torch 2.11, let gathers over axes that no mesh can merge go one by one: see Note [Axes out of order].
+
+    Goes when the floor is torch 2.12. Nothing is changed on other releases.
+    """
+    if torch_release() != (2, 11):
+        return
+    redistribute: Any = importlib.import_module("torch.distributed.tensor._redistribute")
+    own = redistribute._get_flattened_mesh_by_layout
+
+    def find(mesh: Any, mesh_dims: tuple[int, ...]) -> Any:
+        try:
+            return own(mesh, mesh_dims)
+        except KeyError:  # torch's own answer to axes that are not in order
+            return None
+
+    redistribute._get_flattened_mesh_by_layout = find

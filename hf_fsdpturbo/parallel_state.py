@@ -126,6 +126,7 @@ class FSDPTurboParallelState:
                 f"FSDPTurbo meshes already exist in this process for {_STATE.topology} on {_STATE.device_type} and "
                 f"cannot become {topology} on {device_type}. Use the same sizes, or start a new process."
             )
+        compat.let_redistribute_keep_axes_apart()
         compat.let_gloo_finish_at_exit()  # on accelerators too: background saves have a gloo group
         _STATE = cls(topology, device_type, timeout)
         return _STATE

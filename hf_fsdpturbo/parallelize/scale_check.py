@@ -82,7 +82,7 @@ def check_gradient_scale(state: FSDPTurboParallelState, options: dict[str, Any])
     device = torch.device(state.device_type)
     fed = torch.arange(state.topology.world_size, device=device) % 7 + 1.0
     value, mean = fed[dist.get_rank()], fed.mean()
-    dense = _DenseProbe(state.topology.world_size).to(device)
+    dense = _DenseProbe(state.topology.world_size).to(_home(options, device))
     fully_shard(dense, mesh=state.dense_mesh, **options)
     dense(value).backward()
 
@@ -99,8 +99,8 @@ def _probe_experts(
     """What one expert probe found by mesh or exchange; ``fed [world]`` is each rank's value."""
     ep_size, device = state.topology.ep_size, fed.device
     count = ep_size * state.topology.expert_shard_size
-    experts = _ExpertProbe(count, ep_size).to(device, storage)
-    factors = experts.weight.detach()[:, 0].float()
+    experts = _ExpertProbe(count, ep_size).to(_home(options, device), storage)
+    factors = experts.weight.detach()[:, 0].float().to(device)
     route_experts(experts, count, "eager", state, options)
     column = _coordinate(state.ep_mesh)
     rows = torch.zeros(count, ep_size, device=device, dtype=compute)
@@ -120,6 +120,11 @@ def _probe_experts(
         mesh: _Found(_deviation(experts.weight, expected), float(fed.mean()), exact),
         "expert exchange": _Found(float(torch.maximum(forward, backward)), 1.0, EXACT),
     }
+
+
+def _home(options: dict[str, Any], device: torch.device) -> torch.device:
+    """Where FSDP asks parameters to be: on the host if it offloads them."""
+    return torch.device("cpu") if "offload_policy" in options else device
 
 
 def _coordinate(mesh: DeviceMesh) -> int:

@@ -136,3 +136,23 @@ def test_a_process_that_ends_right_after_a_collective_does_not_abort():
     without, with_it = map(int, ran.stdout.split()[-2:])
     assert without < 8, "torch no longer aborts here: let_gloo_finish_at_exit may go"
     assert with_it == 8
+
+
+@pytest.mark.parametrize("release", [(2, 11), (2, 13)])
+def test_axes_out_of_order_are_not_merged_on_torch_2_11(monkeypatch, release):
+    """The stand-in raises as torch 2.11 does; on another release nothing is replaced."""
+    redistribute = pytest.importorskip("torch.distributed.tensor._redistribute")
+
+    def raises(mesh, mesh_dims):
+        raise KeyError("Mesh dim indices should be in ascending order.")
+
+    monkeypatch.setattr(redistribute, "_get_flattened_mesh_by_layout", raises)
+    monkeypatch.setattr(compat, "torch_release", lambda: release)
+    compat.let_redistribute_keep_axes_apart.cache_clear()
+    compat.let_redistribute_keep_axes_apart()
+    compat.let_redistribute_keep_axes_apart.cache_clear()
+    if release == (2, 11):
+        assert redistribute._get_flattened_mesh_by_layout(None, (0, 1)) is None
+    else:
+        with pytest.raises(KeyError):
+            redistribute._get_flattened_mesh_by_layout(None, (0, 1))
