@@ -618,7 +618,7 @@ READ = (
         "replace",
         ("compat.py",),
         "on torch 2.11 only, which raises for axes that no mesh can merge",
-        "tests/unit/test_compat.py::test_axes_out_of_order_are_not_merged_on_torch_2_11",
+        "test_compat.py::test_axes_out_of_order_are_not_merged_on_torch_2_11",
         "the floor is torch 2.12",
     ),
     Row(
