@@ -120,13 +120,16 @@ def outer_fully_shard(
 
 
 def _keep_class_name(module: nn.Module) -> None:
-    """Name and module of the class that FSDP made are those of the class it stands for.
+    """Names and module of the class that FSDP made are those of the class it stands for.
 
-    Transformers looks models up by them: label smoothing shifts labels for the names it knows, and a class from
-    outside its package is initialised otherwise while loading (which moved adapters to another random draw).
+    Transformers looks models up by them: label smoothing shifts labels for the names it knows, a class from outside
+    its package is initialised otherwise while loading (which moved adapters to another random draw), and what a model
+    may record (router logits, for the aux loss) is kept by what ``str`` says of its class.
     """
-    own = type(module)
-    own.__name__, own.__module__ = own.__bases__[1].__name__, own.__bases__[1].__module__
+    own, stands_for = type(module), type(module).__bases__[1]
+    own.__name__, own.__qualname__, own.__module__ = (
+        stands_for.__name__, stands_for.__qualname__, stands_for.__module__
+    )  # fmt: skip
 
 
 def _policy(options: dict[str, Any], unit: Split | Group) -> dict[str, Any]:

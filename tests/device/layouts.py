@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ACCUMULATE = {"gradient_accumulation_steps": 2}
 RECOMPUTE = {"gradient_checkpointing": True}
 BOTH = {**ACCUMULATE, **RECOMPUTE}
+ONE_GPU = False  # see tests/support/ranks_on_one_gpu.py
 BF16_LOSSES = 1e-3
 PACK = {"packing": True, "max_length": 32}
 
@@ -140,7 +141,8 @@ def launch(folder: Path, words: list[str], processes: int, cpu: bool, limit: flo
     if cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
     log = folder / f"{words[0].strip('-')}.log"
-    command = [*python, "-m", "tests.device.layouts", *words, "--folder", str(folder)] + ["--cpu"] * cpu
+    module = ["-m", *(["tests.support.ranks_on_one_gpu"] if ONE_GPU and processes > 1 else []), "tests.device.layouts"]
+    command = [*python, *module, *words, "--folder", str(folder)] + ["--cpu"] * cpu
     with log.open("a", encoding="utf-8") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=file, env=environment, cwd=ROOT, start_new_session=True
@@ -201,6 +203,7 @@ def moved(folder: Path, cpu: bool, limit: float) -> list[tuple[str, float | None
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cpu", action="store_true", help="rehearse over gloo")
+    parser.add_argument("--one-gpu", action="store_true", help="both ranks on one GPU, collectives by way of the host")
     parser.add_argument("--limit", type=float, default=150, help="seconds for one launch")
     parser.add_argument("--side-by-side", type=int, default=9, help="topologies at a time")
     parser.add_argument("--only", help="comma list of topologies")
@@ -209,6 +212,8 @@ def main() -> int:
     for name in ("--ranks", "--move"):
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
     a = parser.parse_args()
+    global ONE_GPU
+    ONE_GPU = a.one_gpu
     if a.ranks:
         return ranks(Path(a.folder)) or 0
     if a.references:
