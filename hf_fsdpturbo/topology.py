@@ -103,7 +103,7 @@ class Topology:
 
     @property
     def splits_ep_unevenly(self) -> bool:
-        """Whether some ep group lies on several nodes with more of its ranks on one than on another."""
+        """Whether nodes cut ep groups into parts of different sizes, which two stages cannot take."""
         span, near = self.ep_size * self.cp_size, self.ranks_per_node
         if self.ep_size == 1 or near % span == 0 or near <= self.cp_size:  # the last: no two of its ranks share a node
             return False

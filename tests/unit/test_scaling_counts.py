@@ -42,6 +42,12 @@ def test_no_rank_makes_another_rank_s_own_group(sizes: dict[str, int]):
         assert sum(size == 1 for size in groups_made(64, rank, **sizes)) == 1
 
 
+def test_groups_over_nodes_are_two_a_rank():
+    """No mesh axis more: that would make a group for every slice of the others."""
+    plain, nodes = (groups_made(1024, ep_size=64, ranks_per_node=near) for near in (1024, 8))
+    assert sorted(nodes) == sorted([*plain, 8, 8])
+
+
 def test_axes_of_one_rank_have_a_group():
     """FSDP asks for it, also where there is nobody to talk to; the layout is that of torch's own mesh."""
     from torch.distributed.device_mesh import init_device_mesh
