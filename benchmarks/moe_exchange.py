@@ -1,6 +1,7 @@
 """One MoE layer over the ep group: every dispatcher's result against float32 without exchange, and its time.
 
     torchrun --nproc-per-node 2 benchmarks/moe_exchange.py
+    torchrun --nproc-per-node 4 benchmarks/moe_exchange.py --ranks-per-node 2     # fused in two stages too
 
 Numbers first (fresh random routing with empty experts, `--check-tokens` a rank), then times on `--tokens` a rank. On
 CPU (gloo, float32, `--tiny`) the numbers mean what they say and the times nothing.
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.moe_block import DEVICE, ON_GPU, Experts, median_ms
 from hf_fsdpturbo.dispatch.dispatcher import get_dispatcher
+from hf_fsdpturbo.node_groups import make_node_groups
 
 
 class LocalExperts(Experts):
@@ -35,8 +37,9 @@ class LocalExperts(Experts):
         return out if weight_S is None else out * weight_S.unsqueeze(-1)
 
 
-def dispatchers(group, experts):
-    return {name: get_dispatcher(name)(group, experts) for name in ("eager", "fused", "domino")}
+def dispatchers(group, experts, nodes):
+    found = {name: get_dispatcher(name)(group, experts) for name in ("eager", "fused", "domino")}
+    return found if nodes is None else {**found, "fused, two stages": get_dispatcher("fused")(group, experts, nodes)}
 
 
 def draw(tokens, top_k, experts, hidden, ffn, rank, dtype):
@@ -81,6 +84,7 @@ def main():
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--check-tokens", type=int, default=3001)
+    parser.add_argument("--ranks-per-node", type=int, default=None, help="real or pretended nodes of this many ranks")
     parser.add_argument("--out", default=None)
     a = parser.parse_args()
     if ON_GPU:
@@ -90,6 +94,10 @@ def main():
     experts, top_k, hidden, ffn = (8, 2, 32, 16) if a.tiny else (128, 8, 2048, 768)
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     local = slice(rank * experts // world, (rank + 1) * experts // world)
+    nodes = None
+    if a.ranks_per_node is not None:
+        bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+        nodes = make_node_groups([range(world)], world // a.ranks_per_node, all_ranks_take_part=bound)
     results = {}
     for seed in range(2):
         x, weights, index, gate_up, down, gradient = draw(
@@ -97,14 +105,14 @@ def main():
         )
         want = exact(x, weights, index, gate_up, down, gradient, group)
         want[3:] = [t[local] for t in want[3:]]
-        for name, dispatcher in dispatchers(group, experts).items():
+        for name, dispatcher in dispatchers(group, experts, nodes).items():
             got = run(dispatcher, x, weights, index, gate_up[local], down[local], gradient)
             off = torch.stack([(u.float() - v).norm() / v.norm() for u, v in zip(got, want, strict=True)])
             dist.all_reduce(off, dist.ReduceOp.MAX)
             results.setdefault(name, {}).setdefault("distance", []).append(off.tolist())
     tokens = 256 if a.tiny else a.tokens
     x, weights, index, gate_up, down, gradient = draw(tokens, top_k, experts, hidden, ffn, rank, dtype)
-    for name, dispatcher in dispatchers(group, experts).items():
+    for name, dispatcher in dispatchers(group, experts, nodes).items():
         leaves = [t.detach().clone().requires_grad_() for t in (x, weights, gate_up[local], down[local])]
         block = LocalExperts(leaves[2], leaves[3])
 

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from hf_fsdpturbo import compat
+from hf_fsdpturbo.node_groups import NodeGroups, make_node_groups
 from hf_fsdpturbo.topology import Topology
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class FSDPTurboParallelState:
         loader_mesh: axes ``(dp_shard, cp)``, the only names from which accelerate's data loader learns who shares a
             batch.
         cp_mesh: the ``cp`` axis of ``loader_mesh``.
+        ep_nodes: the nodes of this rank's ep group; None where experts exchange in one stage.
     """
 
     def __init__(self, topology: Topology, device_type: str, timeout: timedelta | None) -> None:
@@ -51,6 +53,7 @@ class FSDPTurboParallelState:
         self.dense_mesh = self._dense_mesh()
         self.loader_mesh = self._mesh((topology.dp_size, topology.cp_size), ("dp_shard", "cp"))
         self.cp_mesh = self.loader_mesh["cp"]
+        self.ep_nodes = self._ep_nodes()
         if timeout is not None:
             self._set_timeouts(timeout)
 
@@ -81,15 +84,28 @@ class FSDPTurboParallelState:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
         real = [(name, size) for name, size in zip(names, shape, strict=True) if size > 1]
-        # NCCL bound to its device splits the world's communicator for a new group: that needs every rank's call.
-        bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
-        if len(real) == len(names) or not real or bound:
+        if len(real) == len(names) or not real or self._makes_groups_together():
             return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
         sizes, own = tuple(size for _, size in real), tuple(name for name, _ in real)
         mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=own)
         groups = [mesh.get_group(name) if name in own else self._group_alone() for name in names]
         ranks = torch.arange(dist.get_world_size(), device="cpu").view(shape)
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=names)
+
+    @staticmethod
+    def _makes_groups_together() -> bool:
+        """NCCL bound to its device splits the world's communicator for a new group: that needs every rank's call."""
+        import torch.distributed as dist
+
+        return getattr(dist.group.WORLD, "bound_device_id", None) is not None
+
+    def _ep_nodes(self) -> NodeGroups | None:
+        """Two groups a rank, beside the meshes: an axis more would make a group for every slice of all other axes."""
+        sizes = self.topology
+        if sizes.ep_nodes == 1:
+            return None
+        ep_groups = self.expert_mesh.mesh.transpose(2, 3).reshape(-1, sizes.ep_size).tolist()
+        return make_node_groups(ep_groups, sizes.ep_nodes, all_ranks_take_part=self._makes_groups_together())
 
     def _group_alone(self) -> ProcessGroup:
         """The group of this rank only: no other rank takes part in making it."""
@@ -105,6 +121,8 @@ class FSDPTurboParallelState:
 
         meshes = (self.expert_mesh, self.expert_fsdp_mesh, self.dense_mesh, self.loader_mesh)
         groups = {id(g): g for mesh in meshes for axis in range(mesh.ndim) if (g := mesh.get_group(axis)) is not None}
+        if self.ep_nodes is not None:
+            groups |= {id(group): group for group in (self.ep_nodes.across, self.ep_nodes.inside)}
         if self.device_type in ("cpu", "cuda"):  # HCCL has no setter; there HCCL_EXEC_TIMEOUT governs
             for group in groups.values():
                 _set_pg_timeout(timeout, group)

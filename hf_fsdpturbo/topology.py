@@ -23,7 +23,10 @@ def _divides(field: str, value: int, of: str, total: int, fix: str) -> int:
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of one run: ``dp * cp == world``, ``edp * efsdp * ep == dp``, ``mp_replicate * mp_shard == world``."""
+    """Sizes of one run: ``dp * cp == world``, ``edp * efsdp * ep == dp``, ``mp_replicate * mp_shard == world``.
+
+    ``ranks_per_node`` is no size of the layout: it says which ranks are near each other.
+    """
 
     world_size: int
     dp_size: int
@@ -33,6 +36,7 @@ class Topology:
     edp_size: int
     mp_replicate_size: int
     mp_shard_size: int
+    ranks_per_node: int
 
     @classmethod
     def resolve(
@@ -45,8 +49,9 @@ class Topology:
         efsdp_size: int | None = None,
         mp_replicate_size: int = 1,
         mp_shard_size: int | None = None,
+        ranks_per_node: int | None = None,
     ) -> Topology:
-        """Fill in the sizes that were left open and check all of them.
+        """Fill in the sizes that were left open and check all of them; ``ranks_per_node`` None is one node for all.
 
         Raises:
             ValueError: a size is not a positive integer or does not divide what it has to divide; the message names
@@ -71,7 +76,9 @@ class Topology:
                 f"mp_replicate_size ({replicate}) * mp_shard_size ({mp_shard_size}) must equal world_size ({world}), "
                 f"but it is {replicate * mp_shard_size}. Leave mp_shard_size out, or set it to {shard}."
             )
-        return cls(world, dp, cp, ep, efsdp, edp, replicate, shard)
+        near = world if ranks_per_node is None else positive("ranks_per_node", ranks_per_node)
+        _divides("ranks_per_node", near, "world_size", world, f"Leave it out, or set it to {world} for one node.")
+        return cls(world, dp, cp, ep, efsdp, edp, replicate, shard, near)
 
     @property
     def expert_shape(self) -> tuple[int, int, int, int]:
@@ -83,6 +90,25 @@ class Topology:
         """Ranks that share one expert's parameters: ``efsdp_size * cp_size``."""
         return self.efsdp_size * self.cp_size
 
+    @property
+    def ep_nodes(self) -> int:
+        """Nodes over which experts exchange in two stages; 1 where they exchange in one.
+
+        An ep group is every ``cp_size``-th rank of ``ep_size * cp_size`` neighbours. Two stages need several nodes
+        with as many of its ranks on each, and more than one.
+        """
+        span, near = self.ep_size * self.cp_size, self.ranks_per_node
+        splits_evenly = span % near == 0 and near % self.cp_size == 0 and near > self.cp_size
+        return span // near if splits_evenly else 1
+
+    @property
+    def splits_ep_unevenly(self) -> bool:
+        """Whether nodes cut ep groups into parts of different sizes, which two stages cannot take."""
+        span, near = self.ep_size * self.cp_size, self.ranks_per_node
+        if self.ep_size == 1 or near % span == 0 or near <= self.cp_size:  # the last: no two of its ranks share a node
+            return False
+        return self.ep_nodes == 1
+
     def to_dict(self) -> dict[str, int]:
-        """Plain integers, for logs and ``topology.json``."""
-        return asdict(self)
+        """Plain integers, for logs and ``topology.json``: the sizes of the layout."""
+        return {name: size for name, size in asdict(self).items() if name != "ranks_per_node"}

@@ -20,7 +20,15 @@ FLA_OPERATOR_NAMES = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rul
 CHUNK_SIZES = (16, 32, 64)
 
 # Public fields of FSDPTurboArguments that people put into dist_config by mistake.
-TOPOLOGY_FIELDS = ("dp_size", "cp_size", "cp_mode", "mp_replicate_size", "mp_shard_size", "dist_timeout")
+TOPOLOGY_FIELDS = (
+    "dp_size",
+    "cp_size",
+    "cp_mode",
+    "mp_replicate_size",
+    "mp_shard_size",
+    "ranks_per_node",
+    "dist_timeout",
+)
 PUBLIC_ONLY_FIELDS = (*TOPOLOGY_FIELDS, "kernel_config", "init_config", "dist_config")
 SPEC_FIELDS = ("ep_modules", "ep_fsdp_modules")
 

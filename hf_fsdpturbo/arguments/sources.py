@@ -37,7 +37,15 @@ DEFAULT = "default"
 
 DISPATCHER = "dist_config.ep_dispatcher"
 SHORTHAND = ("ep_size", "ep_dispatcher")
-INTEGERS = ("ep_size", "dp_size", "cp_size", "mp_replicate_size", "mp_shard_size", "dist_timeout")
+INTEGERS = (
+    "ep_size",
+    "dp_size",
+    "cp_size",
+    "mp_replicate_size",
+    "mp_shard_size",
+    "ranks_per_node",
+    "dist_timeout",
+)
 BOOLEANS = ("drop_unused_tensors",)
 # Public fields with their defaults in force; FSDPTurboArguments' fields have equal ones (tested), marked as unset.
 PUBLIC_DEFAULTS: dict[str, Any] = {
@@ -49,6 +57,7 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "cp_mode": "ulysses",
     "mp_replicate_size": 1,
     "mp_shard_size": None,
+    "ranks_per_node": None,
     "dist_timeout": None,
     "kernel_config": None,
     "init_config": {"name": "init_on_meta"},
@@ -64,6 +73,7 @@ ONE_PROCESS: dict[str, int | None] = {
     "cp_size": 1,
     "mp_replicate_size": 1,
     "mp_shard_size": None,
+    "ranks_per_node": None,
 }
 # Settings without effect where nothing is sharded or exchanged. Sizes are not here: those that do not fit raise.
 NEEDS_PROCESSES = (

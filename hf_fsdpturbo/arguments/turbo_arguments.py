@@ -90,6 +90,10 @@ class FSDPTurboArguments:
         default=None,
         metadata={"help": "Ranks that shard the dense weights; world size / mp_replicate_size when left out."},
     )
+    ranks_per_node: int | None = field(
+        default=None,
+        metadata={"help": "Neighbouring ranks that share a node; LOCAL_WORLD_SIZE when left out."},
+    )
     dist_timeout: int | None = field(
         default=None,
         metadata={"help": "Timeout of collectives in seconds, that of every mesh group; ddp_timeout when left out."},
@@ -271,6 +275,6 @@ def sizes_for_world(args: FSDPTurboArguments, world: int) -> dict[str, Any]:
     if world == 1:
         settings, _ = reduce_to_one_process(settings)
     private = ("ep_size", "efsdp_size")
-    public = ("dp_size", "cp_size", "mp_replicate_size", "mp_shard_size")
+    public = ("dp_size", "cp_size", "mp_replicate_size", "mp_shard_size", "ranks_per_node")
     sizes = {name: settings[name].value for name in public}
     return {**sizes, **{name: settings[f"dist_config.{name}"].value for name in private}}

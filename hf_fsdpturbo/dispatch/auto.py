@@ -23,10 +23,12 @@ from torch.distributed import ProcessGroup
 
 from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts, get_dispatcher
 from hf_fsdpturbo.dispatch.recompute import no_tape
+from hf_fsdpturbo.node_groups import NodeGroups
 
 logger = logging.getLogger(__name__)
 
 CANDIDATES = ("fused", "domino", "eager", "mc2")
+ONE_STAGE = "fused, one stage"  # a candidate over nodes only; ranks_per_node = world size keeps it for good
 ROUNDS, WARM_UP = 7, 2
 
 
@@ -44,11 +46,12 @@ class Timing:
 
     def table(self) -> str:
         """One line a candidate, the fastest marked."""
+        wide = max(8, *map(len, (*self.milliseconds, *self.reasons)))
         lines = [
-            f"  {name:8s} {ms:9.3f} ms{'  <- kept' if name == self.fastest else ''}"
+            f"  {name:{wide}s} {ms:9.3f} ms{'  <- kept' if name == self.fastest else ''}"
             for name, ms in sorted(self.milliseconds.items(), key=lambda item: item[1])
         ]
-        return "\n".join([*lines, *(f"  {name:8s} not usable: {why}" for name, why in self.reasons.items())])
+        return "\n".join([*lines, *(f"  {name:{wide}s} not usable: {why}" for name, why in self.reasons.items())])
 
 
 def _leaves(output: Tensor) -> list[Tensor]:
@@ -112,8 +115,8 @@ _decisions: dict[tuple[Any, ...], Timing] = {}
 class AutoDispatcher(Dispatcher):
     """Stands for the fastest of the usable dispatchers; until the first step with gradients, for the first of them."""
 
-    def __init__(self, group: ProcessGroup | None, num_experts: int) -> None:
-        super().__init__(group, num_experts)
+    def __init__(self, group: ProcessGroup | None, num_experts: int, nodes: NodeGroups | None = None) -> None:
+        super().__init__(group, num_experts, nodes)
         self.candidates: dict[str, Dispatcher] = {}
         self.reasons: dict[str, str] = {}
         for name in CANDIDATES:
@@ -121,9 +124,11 @@ class AutoDispatcher(Dispatcher):
                 self.reasons[name] = "a group of one has nothing to overlap"
                 continue
             try:
-                self.candidates[name] = get_dispatcher(name)(group, num_experts)
+                self.candidates[name] = get_dispatcher(name)(group, num_experts, nodes)
             except ValueError as error:  # for the same reason on every rank: sizes and device are the same
                 self.reasons[name] = str(error)
+        if nodes is not None:  # two stages send less between nodes and more within: which is faster is measured
+            self.candidates[ONE_STAGE] = get_dispatcher("fused")(group, num_experts)
         self.chosen: str | None = None
 
     def __call__(

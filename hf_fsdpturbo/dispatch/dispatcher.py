@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hf_fsdpturbo.node_groups import NodeGroups
+
 
 class LocalExperts(Protocol):
     """The experts that live on this rank, as a dispatcher sees them."""
@@ -40,10 +42,13 @@ class Dispatcher(ABC):
     Args:
         group: process group of the ep axis; None or a group of one communicates nothing.
         num_experts: number of experts over the whole group.
+        nodes: the nodes that the group spans, None where all its ranks are near each other. What a dispatcher computes
+            does not depend on it; one that knows no nodes takes no notice.
     """
 
-    def __init__(self, group: ProcessGroup | None, num_experts: int) -> None:
+    def __init__(self, group: ProcessGroup | None, num_experts: int, nodes: NodeGroups | None = None) -> None:
         self.group = group
+        self.nodes = nodes
         self.num_experts = num_experts
         self.group_size = 1 if group is None else torch.distributed.get_world_size(group)
         self.num_local_experts = num_experts // self.group_size

@@ -7,7 +7,7 @@ T tokens, R rows, D hidden. ``->`` is an exchange on the side stream, ``[ ]`` co
 
 Each exchange is a pair of autograd functions, start and wait. In backward they swap roles: wait's backward starts the
 reverse exchange, start's backward waits for it. Autograd runs nodes in reverse order of creation, which mirrors the
-schedule above. The rows are those of fused, one a rank.
+schedule above. The rows are those of fused in one stage, one a rank, over nodes too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts
 from hf_fsdpturbo.dispatch.flight import Flight
 from hf_fsdpturbo.dispatch.fused import FusedDispatcher
 from hf_fsdpturbo.dispatch.packed_rows import sum_rows
+from hf_fsdpturbo.node_groups import NodeGroups
 
 
 class _Start(torch.autograd.Function):
@@ -54,8 +55,8 @@ class _Wait(torch.autograd.Function):
 class DominoDispatcher(Dispatcher):
     """Two slices over the steps of fused. A group of one has nothing to overlap and runs fused whole."""
 
-    def __init__(self, group: ProcessGroup | None, num_experts: int) -> None:
-        super().__init__(group, num_experts)
+    def __init__(self, group: ProcessGroup | None, num_experts: int, nodes: NodeGroups | None = None) -> None:
+        super().__init__(group, num_experts, nodes)
         self._fused = FusedDispatcher(group, num_experts)
 
     def __call__(

@@ -11,7 +11,8 @@ experts on ranks 0, 0, 0, 2, 2, 5, 5, 7:
     rank r: token t = sum of its 4 rows                   [T, D]
 
 One gather of counts and one host sync a layer, none for a group of one and none in recompute. Experts that are not
-plain SwiGLU run their own forward on the slots, inside the same exchange.
+plain SwiGLU run their own forward on the slots, inside the same exchange. Over nodes the exchange has two stages, with
+one gather of counts and one host sync all the same: ``over_nodes.py`` draws it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from torch.distributed import ProcessGroup
 
 from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts
 from hf_fsdpturbo.dispatch.flight import Flight, send_rows
+from hf_fsdpturbo.dispatch.node_plan import plan_over_nodes
+from hf_fsdpturbo.dispatch.over_nodes import relay_rows
 from hf_fsdpturbo.dispatch.packed_rows import PackedLayout, pack_rows, packed_expert_mlp, sum_rows, unpack_rows
 from hf_fsdpturbo.dispatch.recompute import record_or_replay
-from hf_fsdpturbo.dispatch.routing_plan import RoutingPlan, plan_slices
+from hf_fsdpturbo.dispatch.routing_plan import RoutingPlan, Stage, plan_slices
 from hf_fsdpturbo.dispatch.row_exchange import all_to_all_rows
+from hf_fsdpturbo.node_groups import NodeGroups
 from hf_fsdpturbo.ops.expert_mlp import SlotMap, expert_mlp
 from hf_fsdpturbo.ops.functional import permute, unpermute
 from hf_fsdpturbo.ops.table import OpSet, get_ops
@@ -40,8 +44,8 @@ _told: set[str] = set()  # what was said once already, for all layers, as long a
 class FusedDispatcher(Dispatcher):
     """Deduplicated exchange, grouped matmuls; the operators of the tensors' device come from ``ops``."""
 
-    def __init__(self, group: ProcessGroup | None, num_experts: int) -> None:
-        super().__init__(group, num_experts)
+    def __init__(self, group: ProcessGroup | None, num_experts: int, nodes: NodeGroups | None = None) -> None:
+        super().__init__(group, num_experts, nodes)
         if self.group_size == 1:
             self.group = None
 
@@ -55,13 +59,14 @@ class FusedDispatcher(Dispatcher):
     def pack(self, hidden_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> tuple[Tensor, PackedLayout]:
         """Rows to send, by destination, and their layout."""
         layout = PackedLayout(hidden_TD.shape[1], weights_TK.shape[1], hidden_TD.dtype)
-        return pack_rows(hidden_TD, weights_TK, plan, layout, self.group_size), layout
+        destinations = self.group_size if self.nodes is None else self.nodes.num_nodes
+        return pack_rows(hidden_TD, weights_TK, plan, layout, destinations), layout
 
     def experts_on(
         self,
         packed: Tensor,
         layout: PackedLayout,
-        plan: RoutingPlan,
+        plan: Stage,
         experts: LocalExperts,
         flight: Flight,
         plain: tuple[Tensor, Tensor] | None = None,
@@ -114,15 +119,41 @@ class FusedDispatcher(Dispatcher):
         """See :class:`hf_fsdpturbo.dispatch.dispatcher.Dispatcher`."""
         # Before the plan, whose host sync empties the device's queue: every host microsecond after it is an idle one.
         plain = self.plain_weights(hidden_states, get_ops(hidden_states.device.type), experts)
+        if self.group is not None and self.nodes is not None:
+            return self._over_nodes(hidden_states, top_k_index, top_k_weights, experts, plain)
         (plan,) = self.plan([top_k_index])
         if self.group is None:
             if plain is not None:
-                return expert_mlp(hidden_states, top_k_weights, *plain, plan.slot_map(), plan.ops)
-            return self.own_forward(hidden_states, top_k_weights, plan.slot_map(), plan.ops, experts)
+                return expert_mlp(hidden_states, top_k_weights, *plain, plan.own_slot_map(), plan.ops)
+            return self.own_forward(hidden_states, top_k_weights, plan.own_slot_map(), plan.ops, experts)
         packed, layout = self.pack(hidden_states, top_k_weights, plan)
         flight = Flight(plan.receive_splits, plan.send_splits, self.group)
         output_RD = self.experts_on(send_rows(packed, flight), layout, plan, experts, flight, plain)
         return sum_rows(all_to_all_rows(output_RD, plan.send_splits, plan.receive_splits, self.group), plan)
+
+    def _over_nodes(
+        self,
+        hidden_TD: Tensor,
+        index_TK: Tensor,
+        weights_TK: Tensor,
+        experts: LocalExperts,
+        plain: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Two stages: to one rank a node, from there to the ranks with the token's experts, and the same way back."""
+        assert self.group is not None
+        assert self.nodes is not None
+        group, nodes, ops = self.group, self.nodes, get_ops(hidden_TD.device.type)
+        plan = record_or_replay(lambda: plan_over_nodes(index_TK, self.num_experts, group, nodes, ops))
+        packed, layout = self.pack(hidden_TD, weights_TK, plan)
+        near = plan.inside
+        across = Flight(plan.receive_splits, plan.send_splits, nodes.across)
+        inside = Flight(near.receive_splits, near.send_splits, nodes.inside)
+        rows = send_rows(relay_rows(send_rows(packed, across), plan.inside, layout), inside)
+        output_RD = self.experts_on(rows, layout, near, experts, inside, plain)
+        output_RD = all_to_all_rows(output_RD, near.send_splits, near.receive_splits, nodes.inside)
+        node_sums = sum_rows(output_RD, near)
+        return sum_rows(all_to_all_rows(node_sums, plan.send_splits, plan.receive_splits, nodes.across), plan)
+
 
 def _slot_experts(slot_map: SlotMap) -> Tensor:
     """Local expert of every slot, ``[S]`` int64."""

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts
 from hf_fsdpturbo.dispatch.eager import weigh_and_sum
 from hf_fsdpturbo.dispatch.recompute import record_or_replay
+from hf_fsdpturbo.node_groups import NodeGroups
 from hf_fsdpturbo.ops import npu
 from hf_fsdpturbo.ops.functional import swiglu
 
@@ -115,8 +116,8 @@ class _MultiplyAndReturn(torch.autograd.Function):
 class Mc2Dispatcher(Dispatcher):
     """Plain SwiGLU experts on Ascend A3; every limit is checked when it is made, top-k and dtype at the first call."""
 
-    def __init__(self, group: ProcessGroup | None, num_experts: int) -> None:
-        super().__init__(group, num_experts)
+    def __init__(self, group: ProcessGroup | None, num_experts: int, nodes: NodeGroups | None = None) -> None:
+        super().__init__(group, num_experts, nodes)
         accelerator = torch.accelerator.current_accelerator()
         self._device_type = accelerator.type if accelerator is not None else "cpu"
         check_mc2(self.group_size, num_experts, self._device_type)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_fsdpturbo.dispatch.flight import Flight
-from hf_fsdpturbo.dispatch.routing_plan import RoutingPlan
+from hf_fsdpturbo.dispatch.routing_plan import RoutingPlan, Stage
 from hf_fsdpturbo.ops.expert_mlp import mlp_backward, mlp_forward
 from hf_fsdpturbo.ops.torch import accumulation_dtype
 
@@ -118,7 +118,7 @@ class _PackedExpertMLP(torch.autograd.Function):
         gate_up: Tensor,
         down: Tensor,
         layout: PackedLayout,
-        plan: RoutingPlan,
+        plan: Stage,
         flight: Flight,
     ) -> Tensor:
         slot_map = plan.slot_map(layout.slots(packed))
@@ -151,7 +151,7 @@ class _PackedExpertMLP(torch.autograd.Function):
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: RoutingPlan) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, plan: Stage) -> Tensor:
         ctx.plan, ctx.shape = plan, rows.shape
         out_TD = rows.new_empty(plan.routing.index_TK.shape[0], rows.shape[1])
         plan.ops.gather_sum(rows.contiguous(), plan.routing.row_position_TK, out_TD)
@@ -165,9 +165,9 @@ class _SumRows(torch.autograd.Function):
 
 
 def pack_rows(hidden_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan, layout: PackedLayout, ranks: int) -> Tensor:
-    """One packed row per (token, destination rank), by destination: ``[sum(send_splits), layout.width]``.
+    """One packed row per (token, destination), by destination: ``[sum(send_splits), layout.width]``.
 
-    Finishes the plan.
+    Finishes the plan, of which ``ranks`` is the number of destinations: those of its exchange's group.
     """
     return _Pack.apply(hidden_TD.contiguous(), weights_TK.contiguous(), plan, layout, ranks)
 
@@ -178,7 +178,7 @@ def unpack_rows(packed: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
 
 
 def packed_expert_mlp(
-    packed: Tensor, gate_up: Tensor, down: Tensor, layout: PackedLayout, plan: RoutingPlan, flight: Flight
+    packed: Tensor, gate_up: Tensor, down: Tensor, layout: PackedLayout, plan: Stage, flight: Flight
 ) -> Tensor:
     """``ops.expert_mlp`` on received packed rows: ``[R, D]``, differentiable in rows, their weights and the experts'.
 
@@ -187,6 +187,6 @@ def packed_expert_mlp(
     return _PackedExpertMLP.apply(packed, gate_up, down, layout, plan, flight)
 
 
-def sum_rows(rows: Tensor, plan: RoutingPlan) -> Tensor:
-    """Each token's rows, back from their ranks, summed: ``[sum(send_splits), D]`` -> ``[T, D]``."""
+def sum_rows(rows: Tensor, plan: Stage) -> Tensor:
+    """Each token's rows, back from their destinations, summed: ``[sum(send_splits), D]`` -> ``[T, D]``."""
     return _SumRows.apply(rows, plan)

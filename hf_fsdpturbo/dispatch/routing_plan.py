@@ -8,6 +8,7 @@ the copy to the host run beside the current stream: :meth:`RoutingPlan.finish` w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from torch.distributed import ProcessGroup
 from hf_fsdpturbo.dispatch.side_stream import SideWork, beside
 from hf_fsdpturbo.ops.expert_mlp import SlotMap
 from hf_fsdpturbo.ops.table import OpSet, Routing
+
+if TYPE_CHECKING:
+    import numpy
 
 
 @dataclass(frozen=True)
@@ -28,24 +32,39 @@ class GatheredCounts:
     work: SideWork
 
 
-class RoutingPlan:
-    """One slice of tokens on its way to the experts; complete after :meth:`place` and :meth:`finish`.
-
-    Made by :func:`plan_slices`.
+class Stage:
+    """One exchange of rows and, where it ends at the experts, the slots there.
 
     Attributes:
-        routing: this rank's own count; there from the start, as all that packing rows needs.
-        slots_TK: slot of every pair at the owner of its expert.
+        ops: operators of the device.
+        routing: which row carries each pair.
         offsets_L: ends of this rank's experts among its slots.
         num_slots: pairs that reach this rank.
-        send_splits, receive_splits: rows per rank of the group; empty for a group of one.
+        send_splits, receive_splits: rows per rank of the exchange's group; empty for a group of one.
     """
 
-    slots_TK: Tensor
+    ops: OpSet
+    routing: Routing
     offsets_L: Tensor
     num_slots: int
     send_splits: list[int]
     receive_splits: list[int]
+
+    def slot_map(self, slots_RK: Tensor) -> SlotMap:
+        """The slot map of received rows whose slots are ``slots_RK``."""
+        return SlotMap(slots_RK, self.offsets_L, self.num_slots)
+
+
+class RoutingPlan(Stage):
+    """One slice of tokens on its way to the experts; complete after :meth:`place` and :meth:`finish`.
+
+    Made by :func:`plan_slices`. Its ``routing`` is there from the start, as all that packing rows needs.
+
+    Attributes:
+        slots_TK: slot of every pair at the owner of its expert.
+    """
+
+    slots_TK: Tensor
 
     def __init__(self, routing: Routing, ops: OpSet, rank: int, counts: GatheredCounts | None, part: int) -> None:
         self.routing = routing
@@ -59,12 +78,9 @@ class RoutingPlan:
             self.send_splits, self.receive_splits = [], []
             self.slots_TK, self.offsets_L = ops.slot_pairs(routing, routing.totals_X.unsqueeze(0), 0)
 
-    def slot_map(self, slots_RK: Tensor | None = None) -> SlotMap:
-        """The slot map of received rows whose slots are ``slots_RK``; without, of this rank's own tokens.
-
-        Rows are a rank's own tokens in a group of one.
-        """
-        return SlotMap(self.slots_TK if slots_RK is None else slots_RK, self.offsets_L, self.num_slots)
+    def own_slot_map(self) -> SlotMap:
+        """The slot map of this rank's own tokens, which are the rows in a group of one."""
+        return self.slot_map(self.slots_TK)
 
     def place(self) -> None:
         """Slots and ends, on the device alone: the stream waits for the counts, the host does not. Once."""
@@ -73,8 +89,7 @@ class RoutingPlan:
         self._placed = True
         assert self._counts is not None
         self._counts.work.wait()
-        totals_PX = self._counts.device_table[:, self._part]
-        self.slots_TK, self.offsets_L = self.ops.slot_pairs(self.routing, totals_PX, self._rank)
+        self._place(self._counts.device_table[:, self._part])
 
     def finish(self) -> None:
         """Splits and the number of slots: the host waits here, once for all slices that were planned together."""
@@ -82,7 +97,12 @@ class RoutingPlan:
             return
         counts, self._counts = self._counts, None
         counts.work.synchronize()
-        table_PX = counts.host_table.numpy()[:, self._part]  # numpy: these few sums are on the host's critical path
+        self._finish(counts.host_table.numpy()[:, self._part])  # numpy: its few sums are on the host's critical path
+
+    def _place(self, totals_PX: Tensor) -> None:
+        self.slots_TK, self.offsets_L = self.ops.slot_pairs(self.routing, totals_PX, self._rank)
+
+    def _finish(self, table_PX: numpy.ndarray) -> None:
         ep_size = table_PX.shape[0]
         num_experts = table_PX.shape[1] - ep_size
         num_local = num_experts // ep_size
@@ -91,7 +111,8 @@ class RoutingPlan:
         self.num_slots = int(table_PX[:, self._rank * num_local : (self._rank + 1) * num_local].sum())
 
 
-def _gather_counts(totals: list[Tensor], group: ProcessGroup) -> GatheredCounts:
+def gather_counts(totals: list[Tensor], group: ProcessGroup) -> GatheredCounts:
+    """Gather ``totals``, one ``[X]`` a slice, from all ranks; runs beside the current stream. Collective."""
     # An all-to-all of equal copies is an all-gather, under a name that no torch release deprecates.
     mine = totals[0].unsqueeze(0) if len(totals) == 1 else torch.stack(totals)
     mine = mine.expand(dist.get_world_size(group), -1, -1).contiguous()
@@ -120,6 +141,6 @@ def plan_slices(
     routings = [ops.count_routing(index_TK, num_experts, group_size) for index_TK in index_slices]
     if group is None:
         return [RoutingPlan(routing, ops, 0, None, part) for part, routing in enumerate(routings)]
-    counts = _gather_counts([routing.totals_X for routing in routings], group)
+    counts = gather_counts([routing.totals_X for routing in routings], group)
     rank = dist.get_rank(group)
     return [RoutingPlan(routing, ops, rank, counts, part) for part, routing in enumerate(routings)]

@@ -13,8 +13,9 @@ whole model (usually on meta)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,6 +131,23 @@ def check_model(
     return counts, notes
 
 
+def nodes_in_words(sizes: Topology, dispatcher: str) -> list[str]:
+    """What the summary says of nodes: nothing where experts never leave one, or go as the dispatcher always does."""
+    if dispatcher not in ("fused", "auto"):
+        return []
+    if sizes.ep_nodes > 1:
+        near = sizes.ep_size // sizes.ep_nodes
+        return [f"fused exchanges over {sizes.ep_nodes} nodes of {near} ranks: a token goes once to a node"]
+    if sizes.splits_ep_unevenly:
+        part = math.gcd(sizes.ep_size * sizes.cp_size, sizes.ranks_per_node)  # a part of a node is near itself too
+        fix = f" Set ranks_per_node={part} for two" if replace(sizes, ranks_per_node=part).ep_nodes > 1 else ""
+        return [
+            f"ep_size={sizes.ep_size} with cp_size={sizes.cp_size} does not split evenly over nodes of "
+            f"{sizes.ranks_per_node} ranks: fused exchanges in one stage, a token goes once to each rank.{fix}"
+        ]
+    return []
+
+
 def parallelize_model(
     model: PreTrainedModel, args: FSDPTurboArguments, state: FSDPTurboParallelState
 ) -> tuple[PreTrainedModel, ShardingReport]:
@@ -143,6 +161,8 @@ def parallelize_model(
     report = ShardingReport(state.topology.to_dict(), params.ep_dispatcher)
     counts, notes = check_model(model, args, state)
     report.notes += notes
+    if counts and params.ep_backend == "torch":
+        report.notes += nodes_in_words(state.topology, params.ep_dispatcher)
     report.kernels = apply_kernels(model, args.kernel_params, state.device_type)
     if state.topology.cp_size > 1:
         install_context_parallel(model, state.cp_mesh)

@@ -99,7 +99,8 @@ def route_experts(
     group = state.ep_mesh.get_group() if topology.ep_size > 1 else None
     if getattr(base_module(module), "has_unused_experts", False):
         experts.align = aligner(num_experts, group)
-    setattr(module, called_by(module), RoutedForward(experts, get_dispatcher(dispatcher)(group, num_experts), name))
+    brings = get_dispatcher(dispatcher)(group, num_experts, state.ep_nodes)
+    setattr(module, called_by(module), RoutedForward(experts, brings, name))
     fully_shard_experts(
         module,
         state.expert_fsdp_mesh,

@@ -90,6 +90,7 @@ def check_gradient_scale(state: FSDPTurboParallelState, options: dict[str, Any])
     compute = options["mp_policy"].param_dtype or torch.float32
     for storage in dict.fromkeys((torch.float32, compute)):  # stored apart from the compute dtype, and alike
         found |= _probe_experts(state, options, fed, storage, compute)
+    found |= _probe_nodes(state, device)
     _raise_together(found, state.device_type, device)
 
 
@@ -125,6 +126,28 @@ def _probe_experts(
 def _home(options: dict[str, Any], device: torch.device) -> torch.device:
     """Where FSDP asks parameters to be: on the host if it offloads them."""
     return torch.device("cpu") if "offload_policy" in options else device
+
+
+def _probe_nodes(state: FSDPTurboParallelState, device: torch.device) -> dict[str, _Found]:
+    """Each rank's number through both groups of an exchange over nodes: it must come from where it is expected.
+
+    It also makes their communicators before the first step.
+    """
+    if state.ep_nodes is None:
+        return {}
+    nodes, ranks_P = state.ep_nodes, state.ep_mesh.mesh.tolist()
+    node, place = divmod(_coordinate(state.ep_mesh), nodes.ranks_per_node)
+    near = ranks_P[node * nodes.ranks_per_node : (node + 1) * nodes.ranks_per_node]
+    found = {}
+    for name, group, ranks in (
+        ("across nodes", nodes.across, ranks_P[place :: nodes.ranks_per_node]),
+        ("inside a node", nodes.inside, near),
+    ):
+        received = torch.empty(len(ranks), device=device)
+        dist.all_to_all_single(received, torch.full_like(received, dist.get_rank()), group=group)
+        off = (received - torch.tensor(ranks, device=device)).abs().max()
+        found[f"expert exchange {name}"] = _Found(float(off), 1.0, EXACT)
+    return found
 
 
 def _coordinate(mesh: DeviceMesh) -> int:

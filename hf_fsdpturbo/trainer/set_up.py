@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
 
@@ -13,16 +15,52 @@ from torch import nn
 from transformers import AutoProcessor, set_seed
 from transformers.trainer_utils import enable_full_determinism
 
-from hf_fsdpturbo import compat, grad_norm
+from hf_fsdpturbo import compat, grad_norm, launch_config
 from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
 from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
+from hf_fsdpturbo.ranks import everyone, rank
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
+from hf_fsdpturbo.topology import Topology
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.reference import add_reference, hash_shards, trainer_functions_replaced
 from hf_fsdpturbo.trainer.refusals import aux_loss_warning, refuse_model, refuse_optimizers, refuse_unsharded
+
+logger = logging.getLogger(__name__)
+
+
+def with_nodes(sizes: Topology, given: int | None) -> Topology:
+    """``sizes`` with the launcher's ``LOCAL_WORLD_SIZE`` as ``ranks_per_node``, where the user gave none. Collective.
+
+    Ranks that see different nodes would make different process groups, so all compare first. Nodes of different sizes
+    are legal (a launcher with 8 ranks here and 4 there): then all ranks count as near.
+
+    Raises:
+        ValueError: ``ranks_per_node`` was given, and differs between ranks.
+    """
+    if sizes.world_size == 1:
+        return sizes
+    by_rank = everyone((given, launch_config.local_world_size()))
+    if len({value for value, _ in by_rank}) > 1:
+        raise ValueError(
+            f"ranks_per_node must be the same on every rank, but by rank it is {[value for value, _ in by_rank]}. "
+            "Set it in the arguments, or in one file that all ranks read."
+        )
+    if given is not None:
+        return sizes
+    local = sorted({near for _, near in by_rank})
+    if len(local) == 1 and sizes.world_size % local[0] == 0:
+        return replace(sizes, ranks_per_node=local[0])
+    if sizes.ep_size > 1 and rank() == 0:
+        logger.warning(
+            "LOCAL_WORLD_SIZE is %s in a world of %d: nodes of different sizes. Experts exchange in one stage, as on "
+            "one node. Set ranks_per_node to a size that divides all of them for two.",
+            " and ".join(map(str, local)),
+            sizes.world_size,
+        )
+    return sizes
 
 
 class SetUp:
@@ -52,7 +90,7 @@ class SetUp:
         refuse_optimizers(given, config.world_size)
         seed = cast(Any, config).seed
         enable_full_determinism(seed) if cast(Any, config).full_determinism else set_seed(seed)
-        self.topology = config.fsdpturbo_topology
+        self.topology = with_nodes(config.fsdpturbo_topology, config.ranks_per_node)
         self.parallel_state = self._meshes()
         self.peft_model: nn.Module | None = None
         self.report: ShardingReport | None = None

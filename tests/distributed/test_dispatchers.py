@@ -36,7 +36,8 @@ def relative(a, b):
     return ((a - b).norm() / b.norm().clamp_min(1e-12)).item()
 
 
-def routing(kind, tokens, top_k, num_experts, generator):
+def routing(kind, tokens, top_k, num_experts, generator, own=slice(0)):
+    """``[tokens, top_k]``; ``own`` are the experts of the rank whose tokens these are."""
     scores = torch.rand(tokens, num_experts, generator=generator)
     if kind == "first":
         scores[:, :top_k] += 2
@@ -46,6 +47,10 @@ def routing(kind, tokens, top_k, num_experts, generator):
         low = torch.arange(tokens) < (tokens + 1) // 2
         scores[low, : num_experts // 2] += 2
         scores[~low, num_experts // 2 :] += 2
+    elif kind == "own":
+        scores[:, own] += 2
+    elif kind == "first node":  # of four
+        scores[:, : num_experts // 4] += 2
     return scores.topk(top_k, dim=-1).indices
 
 
@@ -76,22 +81,23 @@ def gpt_oss_experts(num_experts):
 MODULES = {"qwen": qwen_experts, "gpt_oss": gpt_oss_experts}
 
 
-def make_dispatcher(name, group, num_experts):
+def make_dispatcher(name, group, num_experts, nodes=None):
     if name == "mc2":
         npu_stand_in.install()
         dispatcher = mc2.Mc2Dispatcher(group, num_experts)
         dispatcher._device_type = "npu"
         return dispatcher
-    return get_dispatcher(name)(group, num_experts)
+    return get_dispatcher(name)(group, num_experts, nodes)
 
 
 def all_inputs(world, tokens, top_k, num_experts, kind):
     generator = torch.Generator().manual_seed(7)
-    inputs = []
+    inputs, local = [], num_experts // world
     for rank in range(world):
         count = tokens[rank % len(tokens)]
         hidden = torch.randn(count, HIDDEN, generator=generator)
-        index = routing(kind, count, top_k, num_experts, generator)
+        own = slice(rank * local, (rank + 1) * local)
+        index = routing(kind, count, top_k, num_experts, generator, own)
         weights = torch.rand(count, top_k, generator=generator)
         inputs.append((hidden, index, weights, torch.randn(count, HIDDEN, generator=generator)))
     return inputs
@@ -119,14 +125,19 @@ def mc2_everywhere():
         mc2.check_mc2 = before
 
 
-def compare(name, corner, module_name="qwen", frozen=False):
-    """Worst relative distance over output and gradients of this rank."""
+def compare(name, corner, module_name="qwen", frozen=False, mesh=None, nodes=None):
+    """Worst relative distance over output and gradients of this rank.
+
+    ``corner`` is a name of :data:`CORNERS` or a row like theirs; ``mesh`` the ep axis, the world when left out.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     from hf_fsdpturbo.sharding.expert_parallel import shard_experts
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    tokens, top_k, num_experts, kind = CORNERS[corner]
+    if mesh is None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    rank, world = mesh.get_local_rank(), mesh.size()
+    tokens, top_k, num_experts, kind = CORNERS[corner] if isinstance(corner, str) else corner
     num_experts = num_experts or world
     inputs = all_inputs(world, tokens, top_k, num_experts, kind)
     want_out, want_hidden, want_weights, want = one_process(MODULES[module_name](num_experts), inputs, frozen)
@@ -138,9 +149,8 @@ def compare(name, corner, module_name="qwen", frozen=False):
     module = MODULES[module_name](num_experts)
     for parameter in module.parameters():
         parameter.requires_grad_(not frozen)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     experts = shard_experts(module, mesh, num_experts)
-    dispatcher = make_dispatcher(name, mesh.get_group(), num_experts)
+    dispatcher = make_dispatcher(name, mesh.get_group(), num_experts, nodes)
     hidden, index, weights, gradient = inputs[rank]
     hidden, weights = hidden.requires_grad_(), weights.requires_grad_()
     out = dispatcher(hidden, index, weights, experts)

@@ -54,7 +54,8 @@ RUNS: dict[str, tuple[int, dict, dict[str, tuple[str, dict, dict, dict]]]] = {
         {"ep_size": 1},
         {"sft": ("sft", {}, {}, {}), "after_a_draw": ("sft", {}, {}, {"kind": "qwen3_5_moe"})},
     ),
-    "ep4": (4, EP4, {"sft": ("sft", RECOMPUTE, {}, {})}),
+    # two nodes of two ranks: the exchange has two stages
+    "ep4": (4, {**EP4, "ranks_per_node": 2, "ep_dispatcher": "fused"}, {"sft": ("sft", RECOMPUTE, {}, {})}),
     # one expert a rank: base on its input dims, factors on the features they share with it
     "ep2_efsdp2": (
         4,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from hf_fsdpturbo import parallel_state
 from tests.support.spawn import run_ranks
 from tests.support.topologies import fresh_state, plain_arguments
 
 LAYOUTS = {
     "ep4": {"ep_size": 4},
+    "ep4_nodes": {"ep_size": 4, "ranks_per_node": 2},
     "ep2_efsdp2": {"ep_size": 2},
     "ep2_edp2": {"ep_size": 2, "efsdp_size": 1},
     "efsdp4": {"ep_size": 1},
@@ -76,13 +80,25 @@ def _exchange_loses_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_exchange._AllToAllRows, "backward", wrong)
 
 
+def _another_s_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group of a rank's place taken for that of its node, and the reverse."""
+    right = parallel_state.make_node_groups
+
+    def wrong(*args, **kwargs):
+        nodes = right(*args, **kwargs)
+        return replace(nodes, across=nodes.inside, inside=nodes.across)
+
+    monkeypatch.setattr(parallel_state, "make_node_groups", wrong)
+
+
 FAULTS = {
     "experts_undivided": (_experts_undivided, "expert mesh", set(LAYOUTS)),
-    "b1": (_b1_only_real_efsdp_divides, "expert mesh", {"ep4", "ep2_edp2", "edp4"}),
+    "b1": (_b1_only_real_efsdp_divides, "expert mesh", {"ep4", "ep4_nodes", "ep2_edp2", "edp4"}),
     # and ep4 in a bf16 run: there float32 weights on one rank are FSDP's to convert; in a float32 run it has no part
     "forced_sum": (_forced_sum_always, "expert mesh", {"ep2_edp2", "edp4"}),
     "dense_undivided": (_dense_undivided, "dense mesh", set(LAYOUTS)),
     "exchange": (_exchange_loses_gradient, "expert exchange", {n for n, s in LAYOUTS.items() if s["ep_size"] > 1}),
+    "nodes": (_another_s_node, "expert exchange across nodes", {"ep4_nodes"}),
 }
 
 
@@ -123,7 +139,7 @@ def test_passes_on_every_mesh(said):
 def test_fault_is_caught_on_every_rank(said, fault: str, request: pytest.FixtureRequest):
     _, where, caught_in = FAULTS[fault]
     if fault == "forced_sum" and request.node.callspec.params["said"]:
-        caught_in = caught_in | {"ep4"}
+        caught_in = caught_in | {"ep4", "ep4_nodes"}
     for rank in said:
         raised = {layout for layout, message in rank[fault].items() if message}
         assert raised == caught_in
@@ -133,7 +149,7 @@ def test_fault_is_caught_on_every_rank(said, fault: str, request: pytest.Fixture
                 assert part in message, (layout, message)
             # A wrong exchange makes expert gradients wrong too; the other faults stay where they are.
             meshes = {"expert mesh", "dense mesh", "expert exchange"}
-            others = {"dense mesh"} if fault == "exchange" else meshes - {where}
+            others = {"dense mesh"} if fault == "exchange" else {name for name in meshes if name not in where}
             assert not any(other in message for other in others), (layout, message)
 
 

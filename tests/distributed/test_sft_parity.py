@@ -24,7 +24,7 @@ PADDING_FREE = {"padding_free": True, "max_length": None, "per_device_train_batc
 LAYOUTS = {
     "ep2": (2, {"ep_size": 2}),
     "ep1": (2, {"ep_size": 1}),
-    "ep4": (4, {"ep_size": 4}),
+    "ep4": (4, {"ep_size": 4, "ranks_per_node": 2}),
     "ep2_efsdp2": (4, {"ep_size": 2}),
     "ep2_edp2": (4, {"ep_size": 2, "dist_config": {"efsdp_size": 1}}),
     "hsdp2_ep2": (4, {"ep_size": 2, "mp_replicate_size": 2}),
@@ -56,6 +56,7 @@ RUNS: dict[str, dict[str, tuple[str, dict, dict]]] = {
         "accumulation": ("qwen3_moe", ACCUMULATE, {}),
         "packing": ("qwen3_moe", PACK, {}),
         "qwen3_5": QWEN3_5,
+        "two_stages": ("qwen3_moe", {**ACCUMULATE, **RECOMPUTE}, {}),
     },
     "ep2_efsdp2": {
         "accumulation_recompute": ("qwen3_moe", {**ACCUMULATE, **RECOMPUTE}, {}),
@@ -80,7 +81,10 @@ RUNS: dict[str, dict[str, tuple[str, dict, dict]]] = {
         "padding": ("qwen3_moe", {}, {}),
     },
 }
-MORE_TURBO = {"kept_whole": {"dist_config": {"reshard_after_forward": False}}}
+MORE_TURBO = {
+    "kept_whole": {"dist_config": {"reshard_after_forward": False}},
+    "two_stages": {"ep_dispatcher": "fused"},
+}
 
 
 def count_chunk_copies(trainer) -> None:
@@ -101,7 +105,17 @@ def chunk_copies(trainer) -> int:
     return trainer.chunk_copies
 
 
-MORE_RUN = {"copied_by_chunk": {"before_train": count_chunk_copies, "after_train": chunk_copies}}
+def nodes_of_exchange(trainer) -> int:
+    """0 in the reference."""
+    forward = trainer.model.model.layers[0].mlp.experts.forward
+    dispatcher = getattr(forward, "dispatcher", None)
+    return 0 if dispatcher is None or dispatcher.nodes is None else dispatcher.nodes.num_nodes
+
+
+MORE_RUN = {
+    "copied_by_chunk": {"before_train": count_chunk_copies, "after_train": chunk_copies},
+    "two_stages": {"after_train": nodes_of_exchange},
+}
 CASES = [(layout, name) for layout, runs in RUNS.items() for name in runs]
 
 
@@ -169,6 +183,11 @@ def test_logged_metrics_equal_one_process(outcome, layout: str, run: str):
     for key in ("num_tokens", "aux_loss"):
         mine = [log[key] for log in record.log_history if key in log]
         assert mine == pytest.approx([log[key] for log in reference.log_history if key in log], rel=1e-5), key
+
+
+def test_the_exchange_had_two_stages(outcome):
+    record, _, _ = outcome("ep4")["two_stages"]
+    assert record.extra["after"] == 2
 
 
 def test_every_unit_was_copied_by_chunk(outcome):

@@ -176,7 +176,7 @@ def test_an_unknown_key_lists_the_valid_ones(build):
 
 
 @pytest.mark.parametrize(
-    "key", ["dp_size", "cp_size", "cp_mode", "mp_replicate_size", "mp_shard_size", "dist_timeout"]
+    "key", ["dp_size", "cp_size", "cp_mode", "mp_replicate_size", "mp_shard_size", "ranks_per_node", "dist_timeout"]
 )
 def test_a_topology_field_inside_dist_config_says_where_it_belongs(build, key):
     message = raises_naming(lambda: build(dist_config={key: 1}), "Unknown params", key, f"--{key}")
@@ -598,6 +598,7 @@ def test_one_process_reduces_sizes_of_yaml_and_environment_with_one_notice(
         "cp_size": 1,
         "mp_replicate_size": 1,
         "mp_shard_size": None,
+        "ranks_per_node": None,
     }
     assert sizes_for_world(args, 1) == alone
     assert (args.ep_size, args.fsdpturbo_params.efsdp_size, args.dp_size, args.mp_replicate_size) == (1, None, None, 1)
@@ -623,6 +624,19 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_read(build, monkey
     raises_naming(lambda: build(ep_size=4, dist_config={"efsdp_size": 3}), "efsdp_size (3)", "(2)")
     raises_naming(lambda: build(dp_size=4), "dp_size (4)", "world_size (8)")
     raises_naming(lambda: build(mp_replicate_size=3), "mp_replicate_size (3)", "world_size (8)")
+
+
+def test_ranks_per_node_from_every_source(build, accelerate_yaml, monkeypatch):
+    """The arguments leave the launcher's own number to the trainer, whose ranks can compare theirs."""
+    accelerate_yaml({"ranks_per_node": 4})
+    assert build().ranks_per_node is None  # one process
+    pretend_world(monkeypatch, 8)
+    assert (build().ranks_per_node, build(ep_size=8).fsdpturbo_topology.ep_nodes) == (4, 2)
+    monkeypatch.setenv("FSDPTURBO_RANKS_PER_NODE", "2")
+    assert build(ep_size=8).fsdpturbo_topology.ep_nodes == 4
+    assert build(ep_size=8, ranks_per_node=8).fsdpturbo_topology.ep_nodes == 1
+    raises_naming(lambda: build(ranks_per_node=3), "ranks_per_node (3)", "world_size (8)", "8 for one node")
+    raises_naming(lambda: build(ranks_per_node=0), "ranks_per_node", "positive", "0")
 
 
 def test_what_python_sets_in_vain_in_one_process_is_listed(build, accelerate_yaml, monkeypatch):

@@ -44,6 +44,13 @@ def test_unusable_ones_are_named():
     assert "nothing to overlap" in dispatcher.reasons["domino"]
 
 
+def test_over_nodes_both_exchanges_are_candidates():
+    table = Timing({"fused": 2.0, auto.ONE_STAGE: 1.0}, {"mc2": "no such hardware"}).table()
+    assert f"{auto.ONE_STAGE}     1.000 ms  <- kept" in table
+    assert "fused                2.000 ms" in table
+    assert AutoDispatcher(None, 8, None).candidates.keys() == {"fused", "eager"}
+
+
 def test_the_first_step_is_a_step_like_others(caplog):
     """Timing inside the first forward changes no gradient and decides once for both layers."""
     want = gradients(build("fused"))

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from hf_fsdpturbo import compat
+from hf_fsdpturbo.dispatch.node_plan import RelayStage
+from hf_fsdpturbo.dispatch.over_nodes import relay_rows
+from hf_fsdpturbo.dispatch.packed_rows import PackedLayout
 from hf_fsdpturbo.ops.expert_mlp import SlotMap, expert_mlp
 from hf_fsdpturbo.ops.functional import permute, swiglu, unpermute
 from hf_fsdpturbo.ops.table import OPS, get_ops
@@ -112,6 +115,47 @@ def test_write_pairs(ops, tokens, top_k, num_experts, ep_size, kind):
     assert (out_slots >= 0).sum() == tokens * top_k
     assert (buffer[:, 0] == -7).all()
     assert (buffer[:, -1] == -7).all()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 29])
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_relay(ops, rows, top_k):
+    """Rows that reached a node of four ranks go on to those with any of their pairs; the gradient comes back."""
+    near, hidden = 4, 16
+    generator = torch.Generator().manual_seed(rows * 10 + top_k)
+    place = torch.randint(-1, near - 1, (rows, top_k), generator=generator)  # -1: elsewhere; the last gets none
+    place[:, -1:] = place[:, -1:].clamp_min(0)  # a row came for some pair
+    slots_n = torch.bincount(place[place >= 0], minlength=near)
+    local = torch.full((rows, top_k), -1)
+    for p in range(near):
+        local[place == p] = torch.randperm(int(slots_n[p]), generator=generator)
+    starts = slots_n.cumsum(0) - slots_n
+    layout = PackedLayout(hidden, top_k, torch.float32)
+    packed = torch.zeros(rows, layout.width)
+    layout.rows(packed).copy_(torch.randn(rows, hidden, generator=generator))
+    layout.slots(packed).copy_(torch.where(place < 0, -1, local + starts[place.clamp_min(0)]))
+    layout.weights(packed).copy_(torch.rand(rows, top_k, generator=generator))
+
+    stage = RelayStage(ops, near)
+    stage.number(torch.empty(0), slots_n.int())
+    stage.send_splits = [int((place == p).any(1).sum()) for p in range(near)]
+    out = relay_rows(packed.requires_grad_(), stage, layout)
+    want = [(r, p) for p in range(near) for r in range(rows) if (place[r] == p).any()]
+    assert out.shape == (len(want), layout.width)
+    gradient = torch.zeros_like(out)
+    layout.rows(gradient).copy_(torch.randn(len(want), hidden, generator=generator))
+    layout.weights(gradient).copy_(torch.rand(len(want), top_k, generator=generator))
+    (back,) = torch.autograd.grad(out, packed, gradient)
+    tokens, weights = torch.zeros(rows, hidden), torch.zeros(rows, top_k)
+    for row, (r, p) in enumerate(want):
+        mine = place[r] == p
+        assert torch.equal(layout.rows(out)[row], layout.rows(packed)[r])
+        assert layout.slots(out.detach())[row].tolist() == torch.where(mine, local[r], -1).tolist()
+        assert layout.weights(out.detach())[row][mine].tolist() == layout.weights(packed.detach())[r][mine].tolist()
+        tokens[r] += layout.rows(gradient)[row]
+        weights[r] += torch.where(mine, layout.weights(gradient)[row], 0)
+    torch.testing.assert_close(layout.rows(back), tokens)
+    torch.testing.assert_close(layout.weights(back), weights)
 
 
 def make_map(ops, rows, top_k, num_experts, seed=0, hole=True):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 
 from hf_fsdpturbo import compat, parallel_state
+from hf_fsdpturbo.node_groups import make_node_groups
 from hf_fsdpturbo.parallel_state import EXPERT_AXES, FSDPTurboParallelState, Topology, get_fsdpturbo_parallel_state
 
 
@@ -77,6 +79,9 @@ def test_every_size_that_is_accepted_is_consistent():
         ({"ep_size": True}, ("ep_size", "positive", "True")),
         ({"ep_size": 2.0}, ("ep_size", "positive", "2.0")),
         ({"cp_size": "2"}, ("cp_size", "positive", "'2'")),
+        ({"ranks_per_node": 3}, ("ranks_per_node (3)", "world_size (8)", "one node")),
+        ({"ranks_per_node": 16}, ("ranks_per_node (16)", "world_size (8)")),
+        ({"ranks_per_node": 0}, ("ranks_per_node", "positive", "0")),
         ({"efsdp_size": 0}, ("efsdp_size", "positive", "0")),
         ({"dp_size": 0}, ("dp_size", "positive", "0")),
     ],
@@ -86,6 +91,38 @@ def test_errors_name_field_value_rule(given: dict, parts: tuple[str, ...]):
         Topology.resolve(8, **given)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "nodes", "unevenly"),
+    [
+        (16, {"ep_size": 16, "ranks_per_node": 8}, 2, False),
+        (32, {"ep_size": 16, "ranks_per_node": 4}, 4, False),
+        (16, {"ep_size": 16, "ranks_per_node": 2}, 8, False),
+        (16, {"ep_size": 8, "cp_size": 2, "ranks_per_node": 8}, 2, False),
+        (16, {"ep_size": 16}, 1, False),  # one node
+        (32, {"ep_size": 8, "ranks_per_node": 8}, 1, False),  # each group inside a node
+        (32, {"ep_size": 4, "ranks_per_node": 8}, 1, False),
+        (16, {"ep_size": 16, "ranks_per_node": 1}, 1, False),  # a rank a node: two stages would be one
+        (16, {"ep_size": 4, "cp_size": 4, "ranks_per_node": 2}, 1, False),  # as above
+        (16, {"ep_size": 2, "cp_size": 2, "ranks_per_node": 2}, 1, False),
+        (24, {"ep_size": 12, "ranks_per_node": 8}, 1, True),
+        (24, {"ep_size": 12, "ranks_per_node": 4}, 3, False),
+        (24, {"ep_size": 4, "ranks_per_node": 6}, 1, True),  # the second group crosses
+        (24, {"ep_size": 2, "cp_size": 4, "ranks_per_node": 6}, 1, True),
+        (24, {"ep_size": 1, "cp_size": 4, "ranks_per_node": 6}, 1, False),
+    ],
+)
+def test_nodes_of_an_ep_group(world: int, given: dict, nodes: int, unevenly: bool):
+    sizes = Topology.resolve(world, **given)
+    assert (sizes.ep_nodes, sizes.splits_ep_unevenly) == (nodes, unevenly)
+    # Counted on the ranks of every group.
+    span = sizes.ep_size * sizes.cp_size
+    groups = [range(b + c, b + span, sizes.cp_size) for b in range(0, world, span) for c in range(sizes.cp_size)]
+    kinds = {tuple(Counter(rank // sizes.ranks_per_node for rank in group).values()) for group in groups}
+    assert (len(kinds) > 1 or len(set(*kinds)) > 1) == unevenly
+    if nodes > 1:
+        assert kinds == {(sizes.ep_size // nodes,) * nodes}
 
 
 @pytest.fixture
@@ -144,6 +181,38 @@ def test_meshes_with_every_axis(fake_world):
     assert state.dense_mesh.mesh_dim_names == ("replicate", "fsdp")
     assert state.dense_mesh.mesh.tolist() == [list(range(8)), list(range(8, 16))]
     assert state.cp_mesh.mesh.tolist() == [4, 5]
+
+
+def test_groups_over_nodes(fake_world):
+    """Sixteen ranks, cp 2, ep 8 on nodes of 8: rank 11 = node 1, place 1, expert_cp 1 of its ep group."""
+    import torch.distributed as dist
+
+    fake_world(11, 16)
+    state = FSDPTurboParallelState.initialize(Topology.resolve(16, cp_size=2, ep_size=8, ranks_per_node=8), "cpu")
+    assert state.ep_mesh.mesh.tolist() == [1, 3, 5, 7, 9, 11, 13, 15]
+    assert (state.ep_nodes.num_nodes, state.ep_nodes.ranks_per_node) == (2, 4)
+    assert dist.get_process_group_ranks(state.ep_nodes.inside) == [9, 11, 13, 15]
+    assert dist.get_process_group_ranks(state.ep_nodes.across) == [3, 11]
+    fake_world(11, 16)
+    assert FSDPTurboParallelState.initialize(Topology.resolve(16, ep_size=8, ranks_per_node=8), "cpu").ep_nodes is None
+
+
+def test_every_rank_makes_groups_in_one_order_where_the_backend_needs_it(fake_world, monkeypatch):
+    """NCCL bound to its device: each rank makes all groups of all ranks."""
+    import torch.distributed as dist
+
+    right, orders = dist.new_group, []
+    for rank in range(8):
+        fake_world(rank, 8)
+        made: list[list[int]] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "new_group", lambda ranks, made=made, **kw: made.append(ranks) or right(ranks, **kw))
+            groups = make_node_groups([[0, 1, 2, 3], [4, 5, 6, 7]], 2, all_ranks_take_part=True)
+        orders.append(made)
+        assert rank in dist.get_process_group_ranks(groups.inside)
+        assert rank in dist.get_process_group_ranks(groups.across)
+    assert orders[0] == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 2], [1, 3], [4, 6], [5, 7]]
+    assert all(made == orders[0] for made in orders)
 
 
 def test_initialize_again(fake_world):

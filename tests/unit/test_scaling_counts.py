@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import math
 
+import pytest
+import torch
+
+from benchmarks import dispatch_bytes
+from benchmarks.export_planning import MODELS
 from benchmarks.simulated_ranks import counted_new_groups, fake_world
+from hf_fsdpturbo.dispatch.packed_rows import PackedLayout
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.topology import Topology
 
@@ -40,6 +46,31 @@ def test_groups_of_a_plain_run(world: int):
 def test_no_rank_makes_another_rank_s_own_group(sizes: dict[str, int]):
     for rank in (0, 63):
         assert sum(size == 1 for size in groups_made(64, rank, **sizes)) == 1
+
+
+def test_groups_over_nodes_are_two_a_rank():
+    """No mesh axis more: that would make a group for every slice of the others."""
+    plain, nodes = (groups_made(1024, ep_size=64, ranks_per_node=near) for near in (1024, 8))
+    assert sorted(nodes) == sorted([*plain, 8, 8])
+
+
+@pytest.mark.parametrize(("ep_size", "one", "two"), [(16, 9.7, 2.9), (32, 16.3, 8.0), (64, 20.1, 13.8)])
+def test_bytes_between_nodes_of_8_ranks(ep_size: int, one: float, two: float):
+    """Qwen3-235B: MiB a token, forward and backward, 94 layers; and the rows are those of the formula in the docs."""
+    sizes, near = dispatch_bytes.sizes_of(MODELS["Qwen3-235B-A22B"][1]), 8
+    index = dispatch_bytes.random_index(2048, sizes.top_k, sizes.experts, 0.0, ep_size)
+    rows = dispatch_bytes.rows_away(index, sizes.experts, ep_size, near)
+    layer = dispatch_bytes.step_bytes(rows, PackedLayout(sizes.hidden, sizes.top_k, torch.bfloat16))
+    mebi = {name: count * sizes.layers / len(index) / 2**20 for name, count in layer.items()}
+    assert mebi["one stage"] == pytest.approx(one, rel=0.02)
+    assert mebi["two stages"] == pytest.approx(two, rel=0.02)
+    nodes = ep_size // near
+    for name, parts, away in (("one stage", ep_size, ep_size - near), ("two stages", nodes, nodes - 1)):
+        none = math.comb(sizes.experts - sizes.experts // parts, sizes.top_k) / math.comb(sizes.experts, sizes.top_k)
+        assert rows[name] / len(index) == pytest.approx(away * (1 - none), rel=0.02)
+    even = dispatch_bytes.break_even(sizes, layer["two stages"] / len(index), nodes, near)
+    paper = sizes.experts / near * 3 * sizes.ffn * (1 - 1 / nodes) / (rows["two stages"] / len(index))
+    assert even == pytest.approx(paper, rel=0.01)  # the formula leaves out the tails of slots and weights
 
 
 def test_axes_of_one_rank_have_a_group():
