@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.families.checks import ILL_CONDITIONED, TOLERANCE
 from tests.families.door import settle
 from tests.families.listing import families
-from tests.families.plain import _move_by_half_an_ulp
+from tests.families.plain import move_by_half_an_ulp
 from tests.families.tiny import tiny_config
 from tests.families.training import Trained, batches, distances, train
 from tests.support.compare import distance
@@ -74,7 +74,7 @@ def train_all(names: list[str]) -> dict[str, tuple[str, float]]:
         if name not in truth:
             truth[name] = train(plain)
             moved = _model(name)
-            _move_by_half_an_ulp(moved)
+            move_by_half_an_ulp(moved)
             condition[name] = distances(train(moved), truth[name])
         state = fresh_state(4, **sizes)
         arguments = plain_arguments(ep_dispatcher=dispatcher, ep_size=sizes["ep_size"])

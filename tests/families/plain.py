@@ -47,7 +47,7 @@ def prepare(family: Family, folder: Path) -> dict[str, Any]:
     door.save(load_plain(family, release(folder)), str(folder / "saved"), generates=family.generates)
     truth = train(model)
     moved = load_plain(family, release(folder))
-    _move_by_half_an_ulp(moved)
+    move_by_half_an_ulp(moved)
     condition = distances(train(moved), truth)
     bf16 = train(load_plain(family, release(folder), torch.bfloat16), autocast=True).losses
     torch.save(
@@ -60,11 +60,12 @@ def prepare(family: Family, folder: Path) -> dict[str, Any]:
     return facts
 
 
-def _move_by_half_an_ulp(model: Any) -> None:
+def move_by_half_an_ulp(model: Any) -> None:
+    """Every float32 parameter by half an ulp on average, up or down as drawn."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
-            sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            sign = (torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1).to(parameter.device)
             parameter.mul_(1 + 2 * HALF_ULP * sign)  # a step to one neighbour or none: half an ulp on average
 
 

@@ -1,7 +1,7 @@
 """A process group for several ranks on one GPU: every collective goes through host memory and gloo.
 
-NCCL refuses two ranks on one device, and gloo has no all-to-all of CUDA tensors. Slow, but the code of a sharded run on
-a GPU (kernels, dtypes, where tensors live) is the one of many GPUs; only the transport is not.
+NCCL refuses two ranks on one device, and gloo has no all-to-all of CUDA tensors. Slow, but the code of a sharded run
+on a GPU (kernels, dtypes, where tensors live) is the one of many GPUs; only the transport is not.
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.support.ranks_on_one_gpu MODULE ARGUMENT...
 """
