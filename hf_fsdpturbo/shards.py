@@ -58,11 +58,22 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:
-    """``local`` as this rank's part of a tensor that is sharded like ``tensor``; itself where that is plain."""
+    """``local`` as this rank's part of a tensor that is sharded like ``tensor``; itself where that is plain.
+
+    It stays where it lies: on the host beside a mesh of an accelerator, as offloaded parameters do.
+    """
     if not isinstance(tensor, DTensor):
         return local
     mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
-    return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    if local.device.type in (mesh.device_type, "meta"):
+        return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    # ``from_local`` would move it to the mesh's device; a meta tensor it leaves alone.
+    described = DTensor.from_local(
+        local.to("meta"), mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )
+    made = torch.empty_like(described, device=local.device)
+    made.to_local().copy_(local)
+    return made
 
 
 def copy_full_tensor_(target: Tensor, full: Tensor) -> None:

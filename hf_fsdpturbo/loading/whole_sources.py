@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.loading.conversions import Conversion, Region, Shape, free_dims, runs_on_slices, source_regions
 from hf_fsdpturbo.loading.source_map import SourceMap, map_sources
-from hf_fsdpturbo.shards import local_box, local_tensor
+from hf_fsdpturbo.shards import like, local_box, local_tensor
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]
 """``read(key, index)``: a part of one source, in the dtype in which it is converted, on the CPU."""
@@ -45,9 +45,10 @@ def exact_conversions(device: torch.device, found: SourceMap) -> Iterator[None]:
         device: where shards live.
         found: filled with what is loaded from what.
     """
-    from transformers import modeling_utils
+    from transformers import core_model_loading, modeling_utils
 
     own = modeling_utils.convert_and_load_state_dict_in_model
+    as_shard = core_model_loading._dtensor_from_local_like
 
     def load(model: Any, state_dict: dict[str, Any], load_config: Any, disk_offload_index: Any = None) -> Any:
         if load_config.hf_quantizer is not None:
@@ -63,10 +64,13 @@ def exact_conversions(device: torch.device, found: SourceMap) -> Iterator[None]:
         return info, index
 
     modeling_utils.convert_and_load_state_dict_in_model = load
+    if device.type == "cpu":  # theirs moves what stays on the host to the mesh's device
+        core_model_loading._dtensor_from_local_like = lambda local, reference: like(reference, local.contiguous())
     try:
         yield
     finally:
         modeling_utils.convert_and_load_state_dict_in_model = own
+        core_model_loading._dtensor_from_local_like = as_shard
 
 
 def reader(sources: Mapping[str, Any], dtype: torch.dtype) -> Read:

@@ -110,6 +110,14 @@ REPLACED = (
         "Transformers converts whole sources of sharded parameters itself",
     ),
     Row(
+        "transformers.core_model_loading._dtensor_from_local_like",
+        "replace",
+        ("loading/whole_sources.py",),
+        "shards that stay on the host are not moved to the mesh's device (offload_params); for one call",
+        f"{CONTRACT}::test_loader_wraps_shards_in_one_function",
+        "DTensor.from_local leaves a local tensor where it is",
+    ),
+    Row(
         "transformers.PreTrainedModel._init_weights",
         "replace",
         ("loading/heads.py",),

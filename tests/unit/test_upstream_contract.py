@@ -97,6 +97,14 @@ def test_loader_reads_slices_of_dtensors():
     assert "DtensorShardOperation(empty_param)" in source(convert_and_load_state_dict_in_model)
 
 
+def test_loader_wraps_shards_in_one_function():
+    """whole_sources.py puts another in its place, which leaves a shard on the host."""
+    from transformers import core_model_loading
+
+    assert arguments(core_model_loading._dtensor_from_local_like) == ["local_tensor", "ref"]
+    assert "_dtensor_from_local_like(local_param, ref)" in source(core_model_loading.set_param_for_module)
+
+
 def test_loader_converts_and_loads_in_one_function():
     """whole_sources.py wraps it in modeling_utils, and sets and converts as it does."""
     from transformers import core_model_loading, modeling_utils
