@@ -72,7 +72,7 @@ def like(tensor: Tensor, local: Tensor) -> Tensor:
         local.to("meta"), mesh, tensor.placements, run_check=False, shape=shape, stride=stride
     )
     made = torch.empty_like(described, device=local.device)
-    made.to_local().copy_(local)
+    local_tensor(made).copy_(local)
     return made
 
 
