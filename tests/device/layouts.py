@@ -44,9 +44,9 @@ def _fields(dispatcher: str | None = None, **sizes: Any) -> dict[str, Any]:
     return {**sizes, "dist_config": inner}
 
 
-# topology -> (ranks that share a batch, run -> (kind of trainer, family, arguments, hf_fsdpturbo fields))
-LAYOUTS: dict[str, tuple[int, dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]]] = {
-    "ep2": (1, {
+# topology -> (ranks, ranks that share a batch, run -> (kind of trainer, family, arguments, hf_fsdpturbo fields))
+LAYOUTS: dict[str, tuple[int, int, dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]]] = {
+    "ep2": (2, 1, {
         "eager": ("sft", "qwen3_moe", ACCUMULATE, _fields("eager", ep_size=2)),
         "fused": ("sft", "qwen3_moe", BOTH, _fields("fused", ep_size=2)),
         "domino": ("sft", "qwen3_moe", BOTH, _fields("domino", ep_size=2)),
@@ -55,38 +55,46 @@ LAYOUTS: dict[str, tuple[int, dict[str, tuple[str, str, dict[str, Any], dict[str
         "gpt_oss": ("sft", "gpt_oss", ACCUMULATE, _fields("fused", ep_size=2)),
     }),
     # plain TRL in bf16 is rounded as much, so only its losses are compared
-    "ep2 bf16": (1, {
+    "ep2 bf16": (2, 1, {
         "float32 storage": ("sft", "qwen3_moe", {**BOTH, "bf16": True}, _fields("fused", ep_size=2)),
         "bfloat16 storage": ("sft", "qwen3_moe", {**BOTH, "bf16": True},
                              _fields("fused", ep_size=2, dist_config={"param_storage_dtype": "bfloat16"})),
         "float32 storage, domino": ("sft", "qwen3_moe", {**BOTH, "bf16": True}, _fields("domino", ep_size=2)),
         "float32 storage, eager": ("sft", "qwen3_moe", {**BOTH, "bf16": True}, _fields("eager", ep_size=2)),
     }),
-    "ep1 bf16": (1, {
+    "ep1 bf16": (2, 1, {
         "float32 storage": ("sft", "qwen3_moe", {**BOTH, "bf16": True}, _fields("fused", ep_size=1)),
     }),
-    "ep2 preferences": (1, {
+    "ep2 preferences": (2, 1, {
         "dpo": ("dpo", "qwen3_moe", BOTH, _fields(ep_size=2)),
         "reward": ("reward", "qwen3_moe", ACCUMULATE, _fields(ep_size=2)),
         "lora": ("lora", "qwen3_moe", BOTH, _fields("fused", ep_size=2)),
     }),
-    "ep1 efsdp2": (1, {
+    "ep1 efsdp2": (2, 1, {
         "sft": ("sft", "qwen3_moe", BOTH, _fields("fused", ep_size=1)),
         "eager": ("sft", "qwen3_moe", ACCUMULATE, _fields("eager", ep_size=1)),
     }),
-    "edp2": (1, {"sft": ("sft", "qwen3_moe", BOTH, _fields("fused", ep_size=1, dist_config={"efsdp_size": 1}))}),
-    "hsdp2": (1, {"sft": ("sft", "qwen3_moe", BOTH, _fields("fused", ep_size=1, mp_replicate_size=2))}),
-    "cp2": (2, {
+    "edp2": (2, 1, {"sft": ("sft", "qwen3_moe", BOTH, _fields("fused", ep_size=1, dist_config={"efsdp_size": 1}))}),
+    "hsdp2": (2, 1, {"sft": ("sft", "qwen3_moe", BOTH, _fields("fused", ep_size=1, mp_replicate_size=2))}),
+    "cp2": (2, 2, {
         "sft": ("sft", "qwen3_moe", {**BOTH, "pad_to_multiple_of": 8}, _fields("fused", ep_size=1, cp_size=2)),
         "qwen3_5": ("sft", "qwen3_5_moe", {"pad_to_multiple_of": 8}, _fields(ep_size=1, cp_size=2)),
     }),
-    "offload": (1, {"sft": ("sft", "qwen3_moe", ACCUMULATE,
+    "offload": (2, 1, {"sft": ("sft", "qwen3_moe", ACCUMULATE,
                             _fields("fused", ep_size=2, dist_config={"offload_params": True}))}),
+    "ep2 efsdp2": (4, 1, {"sft": ("sft", "qwen3_moe", BOTH, _fields("fused", ep_size=2))}),
+    "hsdp2 ep2": (4, 1, {"sft": ("sft", "qwen3_moe", BOTH, _fields("fused", ep_size=2, mp_replicate_size=2))}),
+    "cp2 ep2": (4, 2, {"sft": ("sft", "qwen3_moe", {**BOTH, "pad_to_multiple_of": 8},
+                               _fields("fused", ep_size=2, cp_size=2))}),
+    "ep4 on two nodes": (4, 1, {
+        "two stages": ("sft", "qwen3_moe", BOTH, _fields("fused", ep_size=4, ranks_per_node=2)),
+        "auto": ("sft", "qwen3_moe", ACCUMULATE, _fields("auto", ep_size=4, ranks_per_node=2)),
+    }),
 }  # fmt: skip
 
 
 def make_run(kind: str, model: str, args: dict[str, Any], turbo: dict[str, Any], cpu: bool) -> Preference:
-    data: dict[str, Any] = pairs(24) if kind in ("dpo", "reward") else {"text": texts(24)}
+    data: dict[str, Any] = pairs(48) if kind in ("dpo", "reward") else {"text": texts(48)}
     more = {"peft_config": adapter_runs.lora()} if kind == "lora" else {}
     trainer = "sft" if kind == "lora" else kind
     args = {"use_cpu": cpu, **args}
@@ -110,14 +118,14 @@ def move_weights(trainer: Any) -> None:
     move_by_half_an_ulp(trainer.model)
 
 
-def references(folder: Path, share: int) -> None:
+def references(folder: Path, world: int, share: int) -> None:
     """One plain process: the stock trainer on the micro-batches that the ranks saw, from the weights and from others.
 
     The others are half an ulp away: kernels of a GPU choose their order of sums by shapes, and tiny models amplify it.
     """
     for name, job in torch.load(folder / "jobs.pt", weights_only=False).items():
-        records = [torch.load(folder / f"{name}.rank{rank}.pt", weights_only=False) for rank in range(2)]
-        work = (2 // share, reference_run.merge_batches(records[::share]))
+        records = [torch.load(folder / f"{name}.rank{rank}.pt", weights_only=False) for rank in range(world)]
+        work = (world // share, reference_run.merge_batches(records[::share]))
         moved = replace(job, run=replace(job.run, before_train=move_weights))
         torch.save(preference_runs.plain_references([(job, *work), (moved, *work)]), folder / f"{name}.plain.pt")
 
@@ -170,14 +178,15 @@ def _tail(log: Path) -> str:
 
 def topology(name: str, folder: Path, cpu: bool, limit: float) -> list[tuple[str, float | None, str]]:
     """Rows (run, worst distance or None, report) of one topology."""
-    share, runs = LAYOUTS[name]
+    world, share, runs = LAYOUTS[name]
     folder.mkdir()
     jobs = {
         run: make_run(kind, str(folder.parent / family), args, turbo, cpu)
         for run, (kind, family, args, turbo) in runs.items()
     }
     torch.save(jobs, folder / "jobs.pt")
-    said = launch(folder, ["--ranks"], 2, cpu, limit) or launch(folder, ["--references", str(share)], 1, cpu, limit)
+    said = launch(folder, ["--ranks"], world, cpu, limit)
+    said = said or launch(folder, ["--references", f"{world},{share}"], 1, cpu, limit)
     rows: list[tuple[str, float | None, str]] = []
     for run, (kind, *_rest) in runs.items():
         if not (folder / f"{run}.plain.pt").exists():
@@ -226,11 +235,15 @@ def main() -> int:
     if a.ranks:
         return ranks(Path(a.folder)) or 0
     if a.references:
-        return references(Path(a.folder), int(a.references)) or 0
+        return references(Path(a.folder), *map(int, a.references.split(","))) or 0
     if a.move:
         return save_and_move(Path(a.folder), a.cpu) or 0
     start = time.monotonic()
     chosen = a.only.split(",") if a.only else [*LAYOUTS, "checkpoint"]
+    room = 4 if a.cpu or a.one_gpu else torch.cuda.device_count()
+    for name in [name for name in chosen if LAYOUTS.get(name, (2,))[0] > room]:
+        print(f"not run: {name} needs {LAYOUTS[name][0]} GPUs, {room} are here (or --one-gpu)")
+        chosen.remove(name)
     with tempfile.TemporaryDirectory() as top, concurrent.futures.ThreadPoolExecutor(a.side_by_side) as pool:
         for family in ("qwen3_moe", "qwen3_5_moe", "gpt_oss"):  # before the threads: imports are not made for them
             save_tiny(family, Path(top) / family, **({"layers": 4} if family == "qwen3_5_moe" else {}))

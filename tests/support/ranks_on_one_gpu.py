@@ -86,6 +86,16 @@ class StagedGloo(ProcessGroup):
         self.gloo.allgather(staged, [t.detach().cpu() for t in inputs]).wait()
         return self._run(_Done(None), sum(outputs, []), sum(staged, []))
 
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> dist.Work:
+        staged = [[t.detach().cpu() for t in one] for one in outputs]
+        self.gloo.gather(staged, [t.detach().cpu() for t in inputs], options).wait()
+        return self._run(_Done(None), sum(outputs, []), sum(staged, []))
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: Any = None) -> dist.Work:
+        staged = [t.detach().cpu() for t in outputs]
+        self.gloo.scatter(staged, [[t.detach().cpu() for t in one] for one in inputs], options).wait()
+        return self._run(_Done(None), outputs, staged)
+
     def _allgather_base(self, output: Tensor, source: Tensor, options: Any = None) -> dist.Work:
         parts = [torch.empty_like(source, device="cpu") for _ in range(self._own_size)]
         self.gloo.allgather([parts], [source.detach().cpu().contiguous()]).wait()
