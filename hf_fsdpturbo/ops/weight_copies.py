@@ -9,14 +9,19 @@ Note [When a copy is stale]. A parameter's ``_version`` tells of every in-place 
 ``.data``. So all copies of the process are dropped round every optimizer's step, and a copy also ends when the module
 goes from training to evaluation or back (averaged weights are swapped in there, through ``.data``). What is left
 unseen: an edit through ``.data`` between two forwards of one kind, without a step.
+
+Note [Copies that an optimizer writes]. Our own AdamW (``optim/one_pass.py``) knows the new weight when it writes it,
+and writes the copy beside it: the next forward converts nothing. Only copies of weights that it moved outlive its
+step; all others (of frozen weights, of a reference model that a callback then edits through ``.data``) end as round
+any optimizer. What is left unseen besides: an edit of a trained weight through ``.data`` after such a step.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +36,11 @@ class _Copy:
     parameter: weakref.ref[Tensor]
     state: tuple[Any, ...]
     tensor: Tensor
+
+
+def _state(weight: Tensor, dtype: torch.dtype, mode: Hashable) -> tuple[Any, ...]:
+    """What a copy of ``weight`` depends on."""
+    return weight._version, weight.data_ptr(), weight.device, dtype, mode
 
 
 class _ComputeIn(torch.autograd.Function):
@@ -75,7 +85,7 @@ class WeightCopies:
             return weight
         if not isinstance(weight, nn.Parameter) or weight.is_inference():
             return weight.to(dtype)
-        state = (weight._version, weight.data_ptr(), weight.device, dtype, mode)
+        state = _state(weight, dtype, mode)
         kept = self._copies.get(name)
         if kept is None or kept.parameter() is not weight or kept.state != state:
             kept = None
@@ -91,6 +101,20 @@ class WeightCopies:
         """Drop all copies; graphs that still need one keep it."""
         self._copies.clear()
 
+    def current(self) -> dict[Tensor, Tensor]:
+        """Copies that are as their weight is now, by weight."""
+        pairs = ((copy.parameter(), copy) for copy in self._copies.values())
+        return {w: copy.tensor for w, copy in pairs if w is not None and copy.state == _state(w, *copy.state[-2:])}
+
+    def keep(self, written: Mapping[Tensor, Tensor]) -> None:
+        """Drop all copies but those that have been written with their weight, which are as it is now."""
+        kept = {}
+        for name, copy in self._copies.items():
+            weight = copy.parameter()
+            if weight is not None and written.get(weight) is copy.tensor:
+                kept[name] = replace(copy, state=_state(weight, *copy.state[-2:]))
+        self._copies = kept
+
     def nbytes(self) -> int:
         """Bytes of the copies held now."""
         return sum(copy.tensor.nbytes for copy in self._copies.values())
@@ -105,7 +129,20 @@ class WeightCopies:
 _living: weakref.WeakSet[WeightCopies] = weakref.WeakSet()
 
 
-def _forget_all(*_: Any) -> None:
+def current_copies() -> dict[Tensor, Tensor]:
+    """A copy of each weight of this process that has one which is as the weight is now, to be written with it."""
+    return {weight: copy for copies in _living for weight, copy in copies.current().items()}
+
+
+def keep_written(written: Mapping[Tensor, Tensor]) -> None:
+    """Of all copies of the process keep those, by weight, that were written with it; drop the others."""
+    for copies in _living:
+        copies.keep(written)
+
+
+def _forget_all(optimizer: Any = None, *_: Any) -> None:
+    if getattr(optimizer, "writes_weight_copies", False):
+        return  # it calls keep_written
     for copies in _living:
         copies.forget()
 
