@@ -14,14 +14,13 @@ stays as it was. A bf16 gradient that is scaled in memory is rounded once more.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class AdamWNumbers:
+class AdamWNumbers(NamedTuple):
     """What is the same for all tensors of one launch, worked out in float64 on the host."""
 
     decay: float  # lr * weight_decay
@@ -41,8 +40,7 @@ class AdamWNumbers:
         return cls(lr * weight_decay, 1 - beta1, 1 - beta2, step_size, root, eps)
 
 
-@dataclass(frozen=True)
-class AdamWTensors:
+class AdamWTensors(NamedTuple):
     """One parameter's tensors on this rank: of one shape and device, each of any float dtype.
 
     Attributes:

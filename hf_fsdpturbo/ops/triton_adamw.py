@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections import defaultdict
-from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -31,6 +32,7 @@ ADAMW_BLOCK, ADAMW_WARPS = 2048, 8
 SQUARE_BLOCK, SQUARE_WARPS = 8192, 8
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_KNOWN = frozenset(_DTYPES)
 _ALIGNMENT = 16  # bytes
 
 
@@ -143,65 +145,54 @@ def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def _is_aligned(*tensors: Tensor | None) -> bool:
-    return all(t is None or t.data_ptr() % _ALIGNMENT == 0 for t in tensors)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _parts(each: AdamWTensors) -> tuple[Tensor | None, ...]:
-    return each.parameter, each.gradient, each.exp_avg, each.exp_avg_sq, each.copy
-
-
 def adamw_(tensors: list[AdamWTensors], numbers: AdamWNumbers, factor: Tensor | None = None) -> None:
     """See :class:`hf_fsdpturbo.ops.table.OpSet`. A launch for each set of dtypes.
 
     float64, and weights or averages that are not contiguous, run in plain PyTorch.
     """
-    launches: dict[tuple[torch.dtype | bool | None, ...], list[AdamWTensors]] = defaultdict(list)
+    launches: dict[tuple[Any, ...], tuple[list[AdamWTensors], list[tuple[int, ...]]]] = defaultdict(lambda: ([], []))
     others = []
     for each in tensors:
-        parts = _parts(each)
         if not each.gradient.is_contiguous():
-            each = replace(each, gradient=each.gradient.contiguous())
-            parts = _parts(each)
-        dtypes = tuple(None if part is None else part.dtype for part in parts)
-        if all(part is None or (part.is_contiguous() and part.dtype in _DTYPES) for part in parts):
-            launches[(*dtypes, _is_aligned(*parts))].append(each)
-        else:
+            each = each._replace(gradient=each.gradient.contiguous())
+        present = tuple([tensor for tensor in each if tensor is not None])
+        dtypes = tuple([tensor.dtype for tensor in present])
+        if not (_KNOWN.issuperset(dtypes) and all([tensor.is_contiguous() for tensor in present])):
             others.append(each)
-    for key, members in launches.items():
-        _launch(members, key, numbers, factor)
+            continue
+        addresses = tuple([tensor.data_ptr() for tensor in present])
+        members, rows = launches[(*dtypes, _are_aligned(addresses))]
+        members.append(each)
+        rows.append(addresses if each.copy is not None else (*addresses, 0))
+    for key, (members, rows) in launches.items():
+        _launch(members, rows, key[:-1], key[-1], numbers, factor)
     adamw.adamw_(others, numbers, factor)
+
+
+def _are_aligned(addresses: tuple[int, ...]) -> bool:
+    return functools.reduce(operator.or_, addresses) % _ALIGNMENT == 0
 
 
 def _launch(
     members: list[AdamWTensors],
-    key: tuple[torch.dtype | bool | None, ...],
+    addresses: list[tuple[int, ...]],
+    dtypes: tuple[torch.dtype, ...],
+    aligned: bool,
     numbers: AdamWNumbers,
     factor: Tensor | None,
 ) -> None:
-    *dtypes, aligned = key
-    device = members[0].parameter.device
-    sizes = tuple(each.parameter.numel() for each in members)
+    device, has_copy = members[0].parameter.device, len(dtypes) == 5
+    sizes = tuple([each.parameter.numel() for each in members])
     tensor, first = _programs(sizes, ADAMW_BLOCK, device)
-    rows = tuple(
-        (*map(_address, _parts(each)), size, start) for each, size, start in zip(members, sizes, first, strict=True)
-    )
-    table = _table(rows, device)
-    weight, gradient, mean, square, copy = (_DTYPES.get(dtype, tl.float32) for dtype in dtypes)  # type: ignore[arg-type]
+    table = _table(tuple([(*row, size, at) for row, size, at in zip(addresses, sizes, first, strict=True)]), device)
+    weight, gradient, mean, square, *copy = (_DTYPES[dtype] for dtype in dtypes)
     _adamw_kernel[(tensor.numel(),)](
-        tensor, table, table if factor is None else factor.to(device, torch.float32),
-        numbers.decay, numbers.mean_weight, numbers.square_weight, numbers.step_size, numbers.root_correction,
-        numbers.eps, WEIGHT=weight, GRADIENT=gradient, MEAN=mean, SQUARE=square, COPY=copy,
-        HAS_COPY=members[0].copy is not None, FACTOR=factor is not None, ALIGNED=aligned, B=ADAMW_BLOCK,
-        num_warps=ADAMW_WARPS,
+        tensor, table, table if factor is None else factor.to(device, torch.float32), *numbers,
+        WEIGHT=weight, GRADIENT=gradient, MEAN=mean, SQUARE=square, COPY=copy[0] if has_copy else weight,
+        HAS_COPY=has_copy, FACTOR=factor is not None, ALIGNED=aligned, B=ADAMW_BLOCK, num_warps=ADAMW_WARPS,
     )  # fmt: skip
     # autograd is told, as by any in-place operation: a graph that still needs an old weight fails instead of using it
-    written = (t for each in members for t in (each.parameter, each.exp_avg, each.exp_avg_sq, each.copy))
-    increment_version([t for t in written if t is not None])
+    increment_version([t for each in members for t in (each.parameter, *each[2:]) if t is not None])
 
 
 def square_sum(tensors: list[Tensor]) -> Tensor:
@@ -210,7 +201,7 @@ def square_sum(tensors: list[Tensor]) -> Tensor:
     others = []
     for each in tensors:
         if each.is_contiguous() and each.dtype in _DTYPES:
-            launches[each.dtype, _is_aligned(each)].append(each)
+            launches[each.dtype, _are_aligned((each.data_ptr(),))].append(each)
         else:
             others.append(each)
     sums = [adamw.square_sum(others)] if others else []

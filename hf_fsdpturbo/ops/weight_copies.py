@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hf_fsdpturbo.shards import local_tensor
+
 
 @dataclass(frozen=True)
 class _Copy:
@@ -39,21 +41,23 @@ class _Copy:
 
 
 def _state(weight: Tensor, dtype: torch.dtype, mode: Hashable) -> tuple[Any, ...]:
-    """What a copy of ``weight`` depends on."""
-    return weight._version, weight.data_ptr(), weight.device, dtype, mode
+    """What a copy of ``weight`` depends on; a DTensor and its local part count edits each for itself."""
+    local = local_tensor(weight.detach())
+    return weight._version, local._version, local.data_ptr(), local.device, dtype, mode
 
 
 class _ComputeIn(torch.autograd.Function):
-    """The copy, its gradient going to the stored weight in that one's dtype."""
+    """The copy, its gradient going to the stored weight in that one's dtype, divided in it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
-        ctx.dtype = weight.dtype
+    def forward(ctx: Any, weight: Tensor, copy: Tensor, divisor: int) -> Tensor:
+        ctx.dtype, ctx.divisor = weight.dtype, divisor
         return copy.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0].to(ctx.dtype), None
+        gradient = gradients[0].to(ctx.dtype)  # never the same tensor: the copy has another dtype
+        return gradient if ctx.divisor == 1 else gradient.div_(ctx.divisor), None, None
 
 
 class WeightCopies:
@@ -69,32 +73,36 @@ class WeightCopies:
         _watch_optimizers()
         _living.add(self)
 
-    def get(self, name: str, weight: Tensor, dtype: torch.dtype, mode: Hashable = None) -> Tensor:
-        """``weight`` in ``dtype``: itself, or a copy that is as the weight is now.
+    def get(
+        self, name: str, weight: Tensor, dtype: torch.dtype, mode: Hashable = None, divisor: int = 1
+    ) -> Tensor:
+        """This rank's part of ``weight`` in ``dtype``: itself, or a copy that is as the weight is now.
 
         Args:
             name: under which the copy is kept; the next weight of that name replaces it.
             weight: a parameter. Any other tensor (a sum with adapters, made for this call) is converted, not kept.
             dtype: to compute in.
             mode: a copy made under another mode is not used.
+            divisor: of the gradient that reaches ``weight`` through a copy.
 
         Returns:
             a tensor whose gradient reaches ``weight``.
         """
+        local = local_tensor(weight)
         if weight.dtype == dtype:
-            return weight
+            return local
         if not isinstance(weight, nn.Parameter) or weight.is_inference():
-            return weight.to(dtype)
+            return local.to(dtype)
         state = _state(weight, dtype, mode)
         kept = self._copies.get(name)
         if kept is None or kept.parameter() is not weight or kept.state != state:
             kept = None
             self._copies.pop(name, None)  # before the new one needs its room
             with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not serve training after
-                kept = _Copy(weakref.ref(weight), state, weight.detach().to(dtype))
+                kept = _Copy(weakref.ref(weight), state, local.detach().to(dtype))
             self._copies[name] = kept
         if torch.is_grad_enabled() and weight.requires_grad:
-            return _ComputeIn.apply(weight, kept.tensor)
+            return _ComputeIn.apply(local, kept.tensor, divisor)
         return kept.tensor
 
     def forget(self) -> None:

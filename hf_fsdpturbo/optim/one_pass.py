@@ -63,23 +63,24 @@ class AdamW(torch.optim.AdamW):
         written = {}
         for group in self.param_groups:
             _check_group(group)
+            known: dict[float, AdamWNumbers] = {}  # by step: most parameters have taken as many
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                numbers, tensors = self._advance(parameter, group, copies.get(parameter))
+                step, tensors = self._advance(parameter, copies.get(parameter))
+                if step not in known:
+                    known[step] = _numbers(group, step)
                 if tensors.copy is not None:
                     written[parameter] = tensors.copy
                 if tensors.parameter.numel():
-                    launches[tensors.parameter.device, numbers].append(tensors)
+                    launches[tensors.parameter.device, known[step]].append(tensors)
         for (device, numbers), members in launches.items():
             get_ops(device.type if device.type in OPS else "cpu").adamw_(members, numbers, factor)
         weight_copies.keep_written(written)
         return loss
 
-    def _advance(
-        self, parameter: Tensor, group: dict[str, Any], copy: Tensor | None
-    ) -> tuple[AdamWNumbers, AdamWTensors]:
-        """Count the step of a parameter, whose state is made at its first."""
+    def _advance(self, parameter: Tensor, copy: Tensor | None) -> tuple[float, AdamWTensors]:
+        """Count the step of a parameter, whose state is made at its first; the count, from 1."""
         state, gradient = self.state[parameter], cast(Tensor, parameter.grad)
         if gradient.is_sparse:
             raise ValueError("AdamW: a gradient is sparse, which it does not take. Use SparseAdam or dense gradients.")
@@ -89,12 +90,16 @@ class AdamW(torch.optim.AdamW):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         if state["step"].device.type != "cpu":  # loaded from torch's fused AdamW: once
             state["step"] = state["step"].cpu()
-        state["step"] += 1
-        beta1, beta2 = group["betas"]
-        betas, rate, decay = (float(beta1), float(beta2)), float(group["lr"]), group["weight_decay"]
-        numbers = AdamWNumbers.at(float(state["step"]), rate, betas, group["eps"], decay)
+        step = state["step"].item() + 1
+        state["step"].fill_(step)
         moments = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
-        return numbers, AdamWTensors(local_tensor(parameter), local_tensor(gradient), *moments, copy)
+        return step, AdamWTensors(local_tensor(parameter), local_tensor(gradient), *moments, copy)
+
+
+def _numbers(group: dict[str, Any], step: float) -> AdamWNumbers:
+    beta1, beta2 = group["betas"]
+    betas, rate = (float(beta1), float(beta2)), float(group["lr"])
+    return AdamWNumbers.at(step, rate, betas, group["eps"], group["weight_decay"])
 
 
 def _check_group(group: dict[str, Any]) -> None:
