@@ -20,7 +20,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 OPTIONS = dict(lr=1e-5, weight_decay=0.01)
 ADAMW_SHAPES = [(2048, 8), (1024, 8), (1024, 4), (2048, 4), (4096, 8), (4096, 16)]
-SQUARE_SHAPES = [(8192, 8), (4096, 8), (4096, 4), (2048, 4), (16384, 8)]
+SQUARE_SHAPES = [(4096, 8), (8192, 8), (4096, 4), (2048, 4), (16384, 8)]
 
 
 class Weights(nn.Module):

@@ -29,7 +29,7 @@ from hf_fsdpturbo.ops.adamw import AdamWNumbers, AdamWTensors
 
 # Shapes of programs; benchmarks/adamw.py tries others.
 ADAMW_BLOCK, ADAMW_WARPS = 2048, 8
-SQUARE_BLOCK, SQUARE_WARPS = 8192, 8
+SQUARE_BLOCK, SQUARE_WARPS = 4096, 8
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _KNOWN = frozenset(_DTYPES)
