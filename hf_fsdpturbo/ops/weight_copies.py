@@ -56,8 +56,10 @@ class _ComputeIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = gradients[0].to(ctx.dtype)  # never the same tensor: the copy has another dtype
-        return gradient if ctx.divisor == 1 else gradient.div_(ctx.divisor), None, None
+        if ctx.divisor == 1:
+            return gradients[0].to(ctx.dtype), None, None
+        # a tensor with a dim decides the dtype of the quotient: converted and divided in one pass
+        return gradients[0] / gradients[0].new_full((1,), ctx.divisor, dtype=ctx.dtype), None, None
 
 
 class WeightCopies:
@@ -74,7 +76,14 @@ class WeightCopies:
         _living.add(self)
 
     def get(
-        self, name: str, weight: Tensor, dtype: torch.dtype, mode: Hashable = None, divisor: int = 1
+        self,
+        name: str,
+        weight: Tensor,
+        dtype: torch.dtype,
+        mode: Hashable = None,
+        *,
+        divisor: int = 1,
+        keep: bool = True,
     ) -> Tensor:
         """This rank's part of ``weight`` in ``dtype``: itself, or a copy that is as the weight is now.
 
@@ -84,6 +93,7 @@ class WeightCopies:
             dtype: to compute in.
             mode: a copy made under another mode is not used.
             divisor: of the gradient that reaches ``weight`` through a copy.
+            keep: False uses a copy that is there, but leaves none behind.
 
         Returns:
             a tensor whose gradient reaches ``weight``.
@@ -100,7 +110,8 @@ class WeightCopies:
             self._copies.pop(name, None)  # before the new one needs its room
             with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not serve training after
                 kept = _Copy(weakref.ref(weight), state, local.detach().to(dtype))
-            self._copies[name] = kept
+            if keep:
+                self._copies[name] = kept
         if torch.is_grad_enabled() and weight.requires_grad:
             return _ComputeIn.apply(local, kept.tensor, divisor)
         return kept.tensor

@@ -17,6 +17,7 @@ from hf_fsdpturbo.compat import is_available
 from hf_fsdpturbo.ops import weight_copies
 from hf_fsdpturbo.ops.adamw import AdamWNumbers, AdamWTensors
 from hf_fsdpturbo.ops.table import OPS, get_ops
+from hf_fsdpturbo.ranks import rank
 from hf_fsdpturbo.shards import local_tensor
 
 # Options of torch's AdamW that change what it computes: they stay with torch's own step.
@@ -153,4 +154,6 @@ def in_one_pass(
     runs = ("fused", "foreach")  # how torch's would run
     groups = [{key: value for key, value in group.items() if key not in runs} for group in optimizer.param_groups]
     options = {key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    if rank() == 0:
+        print(f"[hf_fsdpturbo] AdamW clips, decays and updates in one pass (optim_implementation={implementation})")
     return AdamW(groups, **options)

@@ -78,14 +78,16 @@ def _dim_1(parameter_name: str, is_transposed: bool) -> bool:
 # B1 of the reference: parity tests and the start-up scale check see it. Plain SwiGLU experts that are stored in
 # float32 and compute in bf16 are converted by that view too: once a step, or by our AdamW when it writes the weight.
 # The copies (2 bytes an element of this rank's experts) stay between forward and backward, whatever
-# reshard_after_forward says.
+# reshard_after_forward says; so frozen experts, which would not be converted once a step but only cost the room, and
+# any without gradients (a reference model) do without.
 
 
 def one_rank_holds_whole(module: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> bool:
     """Whether FSDP would only copy or convert: see Note [Experts that one rank holds whole]."""
     compute = options["mp_policy"].param_dtype
     stored = {parameter.dtype for parameter in module.parameters() if isinstance(parameter, DTensor)}
-    converted = stored == {torch.float32} and compute == torch.bfloat16 and is_plain_swiglu(module)
+    trained = all(parameter.requires_grad for parameter in module.parameters())
+    converted = trained and stored == {torch.float32} and compute == torch.bfloat16 and is_plain_swiglu(module)
     fits = compute is None or stored == {compute} or converted
     return mesh.size() == 1 and "offload_policy" not in options and fits
 

@@ -6,6 +6,7 @@ S rows, L local experts, E all experts, D hidden, F ffn.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -93,8 +94,10 @@ class ModuleExperts:
         """The stacks as local tensors by name, gradients flowing to the DTensors."""
         stored = {name: self.module.get_parameter(name) for name in stack_names(self.module)}
         if self.compute_in is not None:
-            dtype, mode, divisor = self.compute_in, self.module.training, self.gradient_divisor or 1
-            return {name: self.copies.get(name, weight, dtype, mode, divisor) for name, weight in stored.items()}
+            # without gradients (a reference model, evaluation) nothing stays, as FSDP would have it
+            divisor, keep = self.gradient_divisor or 1, torch.is_grad_enabled()
+            get = functools.partial(self.copies.get, dtype=self.compute_in, divisor=divisor, keep=keep)
+            return {name: get(name, weight, mode=self.module.training) for name, weight in stored.items()}
         local = {name: local_tensor(weight) for name, weight in stored.items()}
         if self.gradient_divisor is None:
             return local
