@@ -42,7 +42,8 @@ class _Copy:
 
 def _state(weight: Tensor, dtype: torch.dtype, mode: Hashable) -> tuple[Any, ...]:
     """What a copy of ``weight`` depends on; a DTensor and its local part count edits each for itself."""
-    local = local_tensor(weight.detach())
+    with torch.no_grad():  # else a DTensor's part is made by autograd, at every call
+        local = local_tensor(weight)
     return weight._version, local._version, local.data_ptr(), local.device, dtype, mode
 
 
