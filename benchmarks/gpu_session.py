@@ -274,17 +274,8 @@ def main():
     session.step("adamw kernel", adamw, 90, tail=60)
     exchange = [*session.torchrun("benchmarks.moe_exchange"), *tiny, "--out", str(session.out / "moe_exchange.json")]
     session.step("moe exchange", exchange, 120)
-    tests = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "--noconftest",
-        str(ROOT / "tests/device/test_ops_cuda.py"),
-    ]
+    files = [str(ROOT / f"tests/device/test_{name}_cuda.py") for name in ("ops", "adamw")]
+    tests = [*session.python("pytest"), "-q", "-x", "-p", "no:cacheprovider", "--noconftest", *files]
     session.step("device tests", tests, 120, tail=6)
     results = train(session)
     print("\n=== outcome")
