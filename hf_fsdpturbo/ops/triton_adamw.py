@@ -154,7 +154,7 @@ def adamw_(tensors: list[AdamWTensors], numbers: AdamWNumbers, factor: Tensor | 
     others = []
     for each in tensors:
         if not each.gradient.is_contiguous():
-            each = each._replace(gradient=each.gradient.contiguous())
+            each = AdamWTensors(each.parameter, each.gradient.contiguous(), *each[2:])
         present = tuple([tensor for tensor in each if tensor is not None])
         dtypes = tuple([tensor.dtype for tensor in present])
         if not (_KNOWN.issuperset(dtypes) and all([tensor.is_contiguous() for tensor in present])):
