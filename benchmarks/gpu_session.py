@@ -44,21 +44,26 @@ TRAINING = {
     "turbo auto": ("torchrun", ["--mode", "turbo", "--dispatcher", "auto", "--storage", "bfloat16"], 110),
     "fsdp2": ("accelerate", ["--mode", "fsdp2"], 140),
     "turbo fused fp32": ("torchrun", ["--mode", "turbo", "--dispatcher", "fused", "--storage", "float32"], 110),
+    "turbo fused torch-adamw": ("torchrun", ["--mode", "turbo", "--storage", "bfloat16", "--optim", "torch"], 90),
+    "turbo fused fp32 torch-adamw": ("torchrun", ["--mode", "turbo", "--storage", "float32", "--optim", "torch"], 110),
 }
 PAIRS = [("turbo fused", "native"), ("turbo eager", "native"), ("turbo domino", "native"), ("turbo auto", "native"),
-         ("turbo fused fp32", "fsdp2")]  # fmt: skip
+         ("turbo fused fp32", "fsdp2"), ("turbo fused", "turbo fused torch-adamw"),
+         ("turbo fused fp32", "turbo fused fp32 torch-adamw")]  # fmt: skip
 
 # One process: (work, its arguments, rows of it); "today" is the product without our expert block.
 ONE_GPU = [
-    ("8 layers bf16", ["--layers", "8", "--batch", "4"], "bfloat16", ("trl", "ours", "today", "trl + ours", "auto")),
-    ("8 layers float32", ["--layers", "8", "--batch", "2"], "float32", ("trl", "ours", "today")),
+    ("8 layers bf16", ["--layers", "8", "--batch", "4"], "bfloat16",
+     ("trl", "ours", "today", "trl + ours", "auto", "ours torch-adamw")),
+    ("8 layers float32", ["--layers", "8", "--batch", "2"], "float32", ("trl", "ours", "today", "ours torch-adamw")),
     ("16 layers recompute", ["--layers", "16", "--batch", "4", "--checkpointing"], "bfloat16",
      ("trl", "ours", "today")),
 ]  # fmt: skip
 ONE_GPU_ROWS = {
     "trl": ["--mode", "trl"],
-    "today": ["--mode", "turbo", "--ep", "1", "--dispatcher", "eager"],
+    "today": ["--mode", "turbo", "--ep", "1", "--dispatcher", "eager", "--optim", "torch"],
     "ours": ["--mode", "turbo", "--ep", "1", "--dispatcher", "fused"],
+    "ours torch-adamw": ["--mode", "turbo", "--ep", "1", "--dispatcher", "fused", "--optim", "torch"],
     "auto": ["--mode", "turbo", "--ep", "1", "--dispatcher", "auto"],
     "trl + ours": ["--mode", "trl", "--fused-experts"],
 }
@@ -265,19 +270,12 @@ def main():
     session.step("moe block", block, 120)
     if not a.tiny:
         session.step("kernel sweep", session.python("benchmarks.kernel_sweep"), 90, tail=40)
+    adamw = [*session.python("benchmarks.adamw"), *(tiny or ["--sweep"]), "--out", str(session.out / "adamw.json")]
+    session.step("adamw kernel", adamw, 90, tail=60)
     exchange = [*session.torchrun("benchmarks.moe_exchange"), *tiny, "--out", str(session.out / "moe_exchange.json")]
     session.step("moe exchange", exchange, 120)
-    tests = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "--noconftest",
-        str(ROOT / "tests/device/test_ops_cuda.py"),
-    ]
+    files = [str(ROOT / f"tests/device/test_{name}_cuda.py") for name in ("ops", "adamw")]
+    tests = [*session.python("pytest"), "-q", "-x", "-p", "no:cacheprovider", "--noconftest", *files]
     session.step("device tests", tests, 120, tail=6)
     results = train(session)
     print("\n=== outcome")

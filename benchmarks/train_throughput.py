@@ -37,6 +37,7 @@ def arguments():
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--dispatcher", default="fused", help="turbo only")
     parser.add_argument("--storage", default="auto", help="turbo and trl: dtype of the weights")
+    parser.add_argument("--optim", default="auto", help="turbo only: optim_implementation (torch: none of ours)")
     parser.add_argument("--fused-experts", action="store_true", help="trl only: our expert block by one line")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
     parser.add_argument("--liger", action="store_true", help="liger's rope and rms_norm")
@@ -136,7 +137,7 @@ KINDS = [
     ("attention", ("flash", "fmha", "sdpa", "attention")),
     ("grouped matmul", ("grouped", "GroupProblemShape", "PtrArray")),
     ("dense matmul", ("gemm", "cutlass", "nvjet", "cublas")),
-    ("optimizer and foreach", ("multi_tensor", "foreach", "adam")),
+    ("optimizer and foreach", ("multi_tensor", "foreach", "adam", "_square_sum", "_scale_kernel")),
     ("liger", ("_rms_norm", "_triton_rope")),
     ("copies and fills", ("memcpy", "memset", "copy_kernel", "fillfunctor", "catarray")),
 ]  # fmt: skip
@@ -186,6 +187,7 @@ def make_trainer(a, config, meter, world):
         from hf_fsdpturbo import FSDPTurboSFTConfig, FSDPTurboSFTTrainer
 
         params = dict(ep_size=a.ep, ep_dispatcher=a.dispatcher, param_storage_dtype=a.storage)
+        common |= dict(optim_implementation=a.optim)
         args = FSDPTurboSFTConfig(**common, model_init_kwargs=init, dist_config=dict(name="fsdpturbo", **params))
         return FSDPTurboSFTTrainer(model=a.checkpoint, args=args, **data)
     if a.mode == "fsdp2":
@@ -231,7 +233,7 @@ def main():
         rate = a.batch * a.sequence / meter.seconds
         result = dict(
             mode=a.mode, dispatcher=a.dispatcher if a.mode == "turbo" else "-", storage=a.storage, layers=a.layers,
-            checkpointing=a.checkpointing, liger=a.liger, world=world, ep=a.ep,
+            checkpointing=a.checkpointing, liger=a.liger, world=world, ep=a.ep, optim=a.optim,
             ms_step=round(meter.seconds * 1e3, 1), tokens_s_gpu=round(rate),
             peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1) if ON_GPU else None,
             mfu=round(rate * flops_per_token(config, a.sequence) / PEAK_FLOPS, 4),

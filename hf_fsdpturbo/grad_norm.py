@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_fsdpturbo.ops.table import OPS, get_ops
+from hf_fsdpturbo.ops.table import OPS, OpSet, get_ops
 from hf_fsdpturbo.shards import local_tensor
 
 
@@ -67,9 +68,24 @@ def _local_power_sum(gradients: list[Tensor], norm_type: float, device: torch.de
     gradients = [g for g in gradients if g.numel()]
     if not gradients:
         return torch.zeros((), device=device)
+    if norm_type == 2:
+        parts = (_ops(each).square_sum(members) for each, members in _by_device(gradients).items())
+        return torch.stack([part.to(device) for part in parts]).sum()
     norms = torch._foreach_norm(gradients, norm_type, dtype=torch.float32)
     stacked = torch.stack([n.to(device) for n in norms])
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
+
+
+def _by_device(gradients: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """Some may be offloaded beside others that are not."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        found.setdefault(gradient.device, []).append(gradient)
+    return found
+
+
+def _ops(device: torch.device) -> OpSet:
+    return get_ops(device.type if device.type in OPS else "cpu")
 
 
 def _reduce(value: Tensor, group: ParameterGroup, norm_type: float) -> Tensor:
@@ -112,12 +128,15 @@ def _root(powers: list[Tensor], norm_type: float) -> Tensor:
     return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
 
 
-def _scale(gradients: list[list[Tensor]], coefficient: Tensor) -> None:
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in itertools.chain.from_iterable(gradients):
-        by_device.setdefault(gradient.device, []).append(gradient)
-    for device, tensors in by_device.items():
-        get_ops(device.type if device.type in OPS else "cpu").scale_(tensors, coefficient.to(device))
+def measure_groups(
+    groups: list[ParameterGroup], max_norm: float, norm_type: float = 2.0
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Norms of :func:`clip_groups_`, and the factor that clips to ``max_norm``, which is not applied.
+
+    The factor is a float32 scalar on the mesh's device, at most 1; None where ``max_norm`` is inf. Collective.
+    """
+    norms = _norms(groups, [_local_gradients(group) for group in groups], _check_norm_type(norm_type))
+    return norms, None if math.isinf(max_norm) else torch.clamp(max_norm / (norms["total"] + 1e-6), max=1.0)
 
 
 def clip_groups_(groups: list[ParameterGroup], max_norm: float, norm_type: float = 2.0) -> dict[str, Tensor]:
@@ -127,10 +146,11 @@ def clip_groups_(groups: list[ParameterGroup], max_norm: float, norm_type: float
         Global norm, before clipping, of the gradients of each kind of parameter (``dense``, ``expert``,
         ``replicated``) and in ``total``: float32 scalars, equal on all ranks. A gradient that is None counts as zero.
     """
-    gradients = [_local_gradients(group) for group in groups]
-    norms = _norms(groups, gradients, _check_norm_type(norm_type))
-    if not math.isinf(max_norm):
-        _scale(gradients, torch.clamp(max_norm / (norms["total"] + 1e-6), max=1.0))
+    norms, factor = measure_groups(groups, max_norm, norm_type)
+    if factor is not None:
+        gradients = itertools.chain.from_iterable(_local_gradients(group) for group in groups)
+        for device, members in _by_device(gradients).items():
+            _ops(device).scale_(members, factor.to(device))
     return norms
 
 

@@ -63,8 +63,10 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "init_config": {"name": "init_on_meta"},
     "drop_unused_tensors": False,
     "check_loading": "sample",
+    "optim_implementation": "auto",
 }
 CHECK_LOADING = ("sample", "full", "off")
+OPTIM_IMPLEMENTATIONS = ("auto", "fsdpturbo", "torch")
 # Sizes that shrink to this when one process runs a file written for many.
 ONE_PROCESS: dict[str, int | None] = {
     "dist_config.ep_size": 1,
@@ -202,6 +204,9 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"cp_mode must be 'ulysses', the only mode there is, but it is {mode!r}. Leave cp_mode out.")
     if "check_loading" in values:
         values["check_loading"] = _check_loading(values["check_loading"])
+    if (kind := values.get("optim_implementation", "auto")) not in OPTIM_IMPLEMENTATIONS:
+        valid = list(OPTIM_IMPLEMENTATIONS)
+        raise ValueError(f"optim_implementation must be one of {valid}, but it is {kind!r}. Correct it.")
     dist = parse_mapping("dist_config", values.pop("dist_config")) if "dist_config" in values else {}
     check_dist_keys(dist)
     for name in SHORTHAND:

@@ -116,6 +116,13 @@ class FSDPTurboArguments:
         default=UnsetStr("sample"),
         metadata={"help": "What is compared with the checkpoint's files after loading: sample, full or off."},
     )
+    optim_implementation: str = field(
+        default=UnsetStr("auto"),
+        metadata={
+            "help": "Who computes optim adamw_torch(_fused): auto (fsdpturbo on CUDA), fsdpturbo (clip, decay and "
+            "update in one pass) or torch."
+        },
+    )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings
         use_cpu: bool = field(default=False, init=False)

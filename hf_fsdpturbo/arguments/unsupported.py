@@ -44,6 +44,7 @@ def refuse_unsupported(args: Any) -> None:
     """
     _refuse_training_fields(args)
     _refuse_optimizer(args, _UNPROVEN_OPTIMIZERS, "{} optimizers are unproven on sharded experts")
+    _refuse_foreign_implementation(args)
     _refuse_parallelism(args)
     _refuse_backend_fields(args.fsdpturbo_params)
     _refuse_double_liger(args, args.kernel_params)
@@ -79,6 +80,15 @@ def _refuse_optimizer(args: Any, table: dict[str, str], why: str) -> None:
     for part, reason in table.items():
         if part in optimizer.lower():
             raise _refused("optim", optimizer, why.format(reason), "Use adamw_torch.")
+
+
+def _refuse_foreign_implementation(args: Any) -> None:
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if args.optim_implementation == "fsdpturbo" and optimizer not in ("adamw_torch", "adamw_torch_fused"):
+        raise ValueError(
+            "optim_implementation='fsdpturbo' computes adamw_torch and adamw_torch_fused, but optim is "
+            f"{optimizer!r}. Leave optim_implementation out."
+        )
 
 
 def _refuse_parallelism(args: Any) -> None:

@@ -17,14 +17,17 @@ from torch.distributed import ProcessGroup
 from hf_fsdpturbo.compat import require
 from hf_fsdpturbo.ops.torch import (
     accumulation_dtype,
+    adamw_,
     count_routing,
     scale_,
     slot_pairs,
+    square_sum,
     swiglu_backward,
     write_pairs,
 )
 
 __all__ = [
+    "adamw_",
     "alltoallv_grouped_mm",
     "count_routing",
     "device_name",
@@ -36,6 +39,7 @@ __all__ = [
     "scale_",
     "scatter_rows",
     "slot_pairs",
+    "square_sum",
     "supports",
     "swiglu",
     "swiglu_backward",

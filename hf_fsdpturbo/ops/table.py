@@ -19,6 +19,8 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
+from hf_fsdpturbo.ops.adamw import AdamWNumbers, AdamWTensors
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -106,6 +108,18 @@ class OpSet(Protocol):
 
     def scale_(self, tensors: list[Tensor], factor: Tensor) -> None:
         """Multiply tensors of one device in place by a scalar tensor, in float32, without a host sync."""
+
+    def square_sum(self, tensors: list[Tensor]) -> Tensor:
+        """Sum of the squares of all elements in float32: a scalar on the device of the tensors, of which one is."""
+
+    def adamw_(self, tensors: list[AdamWTensors], numbers: AdamWNumbers, factor: Tensor | None = None) -> None:
+        """One AdamW step in place on tensors of one device, without a host sync.
+
+        Args:
+            tensors: none of them empty.
+            numbers: hyperparameters at this step.
+            factor: float32 scalar on any device that multiplies gradients as they are read; they stay as they are.
+        """
 
 
 # Device type -> the file that serves it.

@@ -9,7 +9,24 @@ import torch
 from torch import Tensor
 
 from hf_fsdpturbo import compat
+from hf_fsdpturbo.ops.adamw import adamw_, square_sum
 from hf_fsdpturbo.ops.table import Routing
+
+__all__ = [
+    "accumulation_dtype",
+    "adamw_",
+    "count_routing",
+    "gather_sum",
+    "grouped_mm",
+    "scale_",
+    "scatter_rows",
+    "slot_pairs",
+    "square_sum",
+    "supports",
+    "swiglu",
+    "swiglu_backward",
+    "write_pairs",
+]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """The operators for CUDA: Triton kernels for index work, copies and SwiGLU, torch's grouped matmul for the rest.
 
-The one file that imports triton. No autotuning: block sizes follow from shapes, so the first step compiles each kernel
-once. Runs under ``TRITON_INTERPRET=1`` with CPU tensors, which is how the unit tests check it.
+It and ``triton_adamw.py`` alone import triton. No autotuning: block sizes follow from shapes, so the first step
+compiles each kernel once. Runs under ``TRITON_INTERPRET=1`` with CPU tensors, which is how the unit tests check it.
 
 Letters as in ``ops/table.py``; NB blocks of TB tokens in the counting sort.
 """
@@ -16,14 +16,17 @@ from torch import Tensor
 
 from hf_fsdpturbo.ops.table import Routing
 from hf_fsdpturbo.ops.torch import grouped_mm, supports
+from hf_fsdpturbo.ops.triton_adamw import adamw_, square_sum
 
 __all__ = [
+    "adamw_",
     "count_routing",
     "gather_sum",
     "grouped_mm",
     "scale_",
     "scatter_rows",
     "slot_pairs",
+    "square_sum",
     "supports",
     "swiglu",
     "swiglu_backward",

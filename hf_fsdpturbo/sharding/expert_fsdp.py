@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hf_fsdpturbo import compat
 from hf_fsdpturbo.expert_stacks import transposed
 from hf_fsdpturbo.sharding.expert_lora import FACTORS, base_module
-from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts, shared_by_experts
+from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts, is_plain_swiglu, shared_by_experts
 from hf_fsdpturbo.shards import local_tensor
 
 # Note [Which dim experts are sharded on]
@@ -71,18 +72,24 @@ def _dim_1(parameter_name: str, is_transposed: bool) -> bool:
 
 
 # Note [Experts that one rank holds whole]
-# Where shard and replicate axis are one rank (ep == dp) and weights are stored in the dtype they compute in, FSDP has
-# nothing to gather, reduce or convert, but copies every weight twice and every gradient three times a step: 12 of 250
-# ms of an 8-layer step on two H200. There the module is wrapped without parameters, and the view that dispatchers read
-# divides the gradients by the same factor. Leaving that out is B1 of the reference: parity tests and the start-up
-# scale check see it.
+# Where shard and replicate axis are one rank (ep == dp), FSDP has nothing to gather or reduce, but copies every weight
+# twice and every gradient three times a step: 12 of 250 ms of an 8-layer step on two H200. There the module is wrapped
+# without parameters, and the view that dispatchers read divides the gradients by the same factor. Leaving that out is
+# B1 of the reference: parity tests and the start-up scale check see it. Plain SwiGLU experts that are stored in
+# float32 and compute in bf16 are converted by that view too: once a step, or by our AdamW when it writes the weight.
+# The copies (2 bytes an element of this rank's experts) stay between forward and backward, whatever
+# reshard_after_forward says; so frozen experts, which would not be converted once a step but only cost the room, and
+# any without gradients (a reference model) do without.
 
 
 def one_rank_holds_whole(module: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> bool:
-    """Whether FSDP would only copy: see Note [Experts that one rank holds whole]."""
+    """Whether FSDP would only copy or convert: see Note [Experts that one rank holds whole]."""
     compute = options["mp_policy"].param_dtype
     stored = {parameter.dtype for parameter in module.parameters() if isinstance(parameter, DTensor)}
-    return mesh.size() == 1 and "offload_policy" not in options and (compute is None or stored == {compute})
+    trained = all(parameter.requires_grad for parameter in module.parameters())
+    converted = trained and stored == {torch.float32} and compute == torch.bfloat16 and is_plain_swiglu(module)
+    fits = compute is None or stored == {compute} or converted
+    return mesh.size() == 1 and "offload_policy" not in options and fits
 
 
 def fully_shard_experts(
@@ -109,6 +116,9 @@ def fully_shard_experts(
     if experts is not None and one_rank_holds_whole(module, mesh, options):
         fully_shard(module, mesh=mesh, ignored_params=set(module.parameters()), **options)
         experts.gradient_divisor = divide_factor
+        compute = options["mp_policy"].param_dtype
+        if compute is not None and experts.compute_dtype != compute:
+            experts.compute_in = compute
         return
     shard_size = mesh.size(mesh.ndim - 1)
     swapped = transposed(base_module(module))

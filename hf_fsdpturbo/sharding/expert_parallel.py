@@ -6,6 +6,7 @@ S rows, L local experts, E all experts, D hidden, F ffn.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_fsdpturbo.expert_stacks import called_by, fits, shared_parameters, stack_names
+from hf_fsdpturbo.ops.weight_copies import WeightCopies
 from hf_fsdpturbo.sharding.expert_bias import summed_in_float32
 from hf_fsdpturbo.sharding.expert_lora import base_module
 from hf_fsdpturbo.shards import local_tensor
@@ -64,10 +66,13 @@ class ModuleExperts:
 
     Attributes:
         gradient_divisor: what this view divides gradients by; None where FSDP does it.
+        compute_in: what this view converts weights to; None where FSDP does it, or nothing is to be done.
+        copies: where converted weights are kept.
         align: what makes of the local stacks those of the local experts, where they are not the same: collective.
     """
 
     gradient_divisor: int | None = None
+    compute_in: torch.dtype | None = None
     align: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
     def __init__(self, module: nn.Module, forward: Callable[..., Tensor], num_local_experts: int) -> None:
@@ -75,16 +80,25 @@ class ModuleExperts:
         self.module_forward = forward
         self.num_local_experts = num_local_experts
         self.is_plain_swiglu = is_plain_swiglu(module)
+        self.copies = WeightCopies()
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the stacked matrices as they are now: inside a forward, the one that experts compute in."""
+        if self.compute_in is not None:
+            return self.compute_in
         stacks = (self.module.get_parameter(name) for name in stack_names(self.module))
         return next(p.dtype for p in stacks if p.ndim > 1)
 
     def local_parameters(self) -> dict[str, Tensor]:
         """The stacks as local tensors by name, gradients flowing to the DTensors."""
-        local = {name: local_tensor(self.module.get_parameter(name)) for name in stack_names(self.module)}
+        stored = {name: self.module.get_parameter(name) for name in stack_names(self.module)}
+        if self.compute_in is not None:
+            # without gradients (a reference model, evaluation) nothing stays, as FSDP would have it
+            divisor, keep = self.gradient_divisor or 1, torch.is_grad_enabled()
+            get = functools.partial(self.copies.get, dtype=self.compute_in, divisor=divisor, keep=keep)
+            return {name: get(name, weight, mode=self.module.training) for name, weight in stored.items()}
+        local = {name: local_tensor(weight) for name, weight in stored.items()}
         if self.gradient_divisor is None:
             return local
         return {name: _DivideGradient.apply(weight, self.gradient_divisor) for name, weight in local.items()}

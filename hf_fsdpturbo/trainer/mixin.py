@@ -20,6 +20,7 @@ from transformers import Trainer
 from hf_fsdpturbo.context_parallel.sharded_head import install_sharded_head
 from hf_fsdpturbo.lora import adapter_files
 from hf_fsdpturbo.lora.merged_export import export_merged
+from hf_fsdpturbo.optim.one_pass import in_one_pass
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.ranks import together
@@ -67,6 +68,8 @@ class FSDPTurboTrainerMixin:
     args: Any
     state: Any
     accelerator: Any
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         behind = type(self).__mro__[type(self).__mro__.index(FSDPTurboTrainerMixin) + 1 :]
@@ -102,13 +105,15 @@ class FSDPTurboTrainerMixin:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Optimizer over sharded parameters."""
+        """Optimizer over sharded parameters; AdamW of the arguments becomes ours (``optim_implementation``)."""
         self._norm.forget()
         reshard(self.model)
         parent: Any = super()
+        given = self.optimizer if self.optimizer is not None else self.optimizer_cls_and_kwargs
         optimizer = parent.create_optimizer() if model is None else parent.create_optimizer(model)
         refuse_foreign_parameters(optimizer, self.model)
-        return optimizer
+        self.optimizer = in_one_pass(optimizer, self.args.optim_implementation, is_given=given is not None)
+        return self.optimizer
 
     # Batches
 

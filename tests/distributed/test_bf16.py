@@ -8,7 +8,9 @@ import re
 import pytest
 import torch
 
-from tests.support.compare import distance
+from hf_fsdpturbo.ops import weight_copies
+from hf_fsdpturbo.shards import local_tensor
+from tests.support.compare import compare, distance
 from tests.support.reference_run import Record, Run, build_trainer, merge_batches, run_references, run_turbo_all
 from tests.support.spawn import run_plain_jobs, run_ranks
 from tests.support.tiny_models import texts
@@ -27,7 +29,7 @@ def watch_dtypes(trainer) -> dict[str, set[str]]:
 
         def watched(rows, *args):
             seen["rows"].add(str(rows.dtype))
-            seen["expert weights"].add(str(view.module.down_proj.dtype))
+            seen["expert weights"].update(str(weight.dtype) for weight in view.weights())
             return forward_rows(rows, *args)
 
         view.forward_rows = watched
@@ -43,6 +45,13 @@ def watch_dtypes(trainer) -> dict[str, set[str]]:
         elif name.endswith("q_proj"):
             module.register_forward_pre_hook(lambda m, args: seen["attention"].add(str(m.weight.dtype)))
     return {}
+
+
+def copies_written(trainer) -> dict:
+    """How many copies of experts the last step left, and whether each is its weight, cast."""
+    found = weight_copies.current_copies()
+    pairs = [(local_tensor(p.detach()), found[p]) for p in trainer.model.parameters() if p in found]
+    return {"written": len(pairs), "equal": all(torch.equal(w.to(copy.dtype), copy) for w, copy in pairs)}
 
 
 def dtypes_seen(trainer) -> dict:
@@ -69,6 +78,8 @@ def runs(tiny) -> dict[str, Record]:
         "loaded_bf16": Run(in_bf16, data, BF16, ep2, model_kwargs={"dtype": "auto"}, **watch),
         "upcast": Run(in_bf16, data, BF16, {**ep2, "dist_config": {"param_storage_dtype": "float32"}}, **watch),
     }
+    ours = {**ep2, "optim_implementation": "fsdpturbo"}
+    sharded["one pass"] = Run(path, data, BF16, ours, gradients=False, after_train=copies_written)
     sharded["gpt_oss"] = Run(tiny("gpt_oss", layers=4), data, BF16, ep2)
     tied = tiny("qwen3_moe", tie=True)
     sharded["tied"], sharded["tied_object"] = (Run(tied, data, BF16, ep2, as_object=o) for o in (False, True))
@@ -128,6 +139,12 @@ def test_compute_is_bf16_storage_and_reduction_are_float32(runs):
         assert seen[what] == {"torch.bfloat16"}, what
     for what in ("stored", "gradients", "moments", "norms"):
         assert seen[what] == {"torch.float32"}, what
+
+
+def test_our_adamw_writes_the_experts_copies(runs):
+    """Where FSDP has nothing to gather, experts compute on copies; the steps are those of torch's AdamW."""
+    assert runs["one pass"].extra["after"] == {"written": 4, "equal": True}
+    assert compare(runs["one pass"], runs["bf16"], what=("losses", "grad_norms", "weights"))
 
 
 def test_fp32_run_is_fp32_everywhere(runs):

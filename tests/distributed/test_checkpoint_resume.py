@@ -104,6 +104,8 @@ EP2_EDP2 = Layout(4, {"dist_config": {"ep_size": 2, "efsdp_size": 1}})
 HSDP = Layout(4, {"ep_size": 2, "mp_replicate_size": 2})
 CP2_EP2 = Layout(4, {"cp_size": 2, "ep_size": 2})
 ONE = Layout(1, {})
+OURS = {"optim_implementation": "fsdpturbo"}  # our AdamW; the others have torch's
+EP2_OURS, EP4_OURS = Layout(2, {"ep_size": 2, **OURS}), Layout(4, {"ep_size": 4, **OURS})
 
 
 def bit_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
@@ -135,7 +137,7 @@ def check_continues(whole_run: list[Outcome], resumed: list[Outcome], saved_at: 
 
 SAME = {
     "ep2": (EP2, "sft"),
-    "ep2 plain Trainer": (EP2, "plain"),
+    "ep2 plain Trainer, our AdamW": (EP2_OURS, "plain"),
     "ep2 x efsdp2": (EP2_EFSDP2, "sft"),
     "cp2 x ep2": (CP2_EP2, "sft"),
 }
@@ -156,8 +158,8 @@ def test_same_topology_is_bit_equal(tmp_path, case):
 
 MOVES = {
     "ep2 -> ep4": (EP2, EP4, {}),
-    "ep4 -> ep1": (EP4, EP1, {}),
-    "ep2 x efsdp2 -> ep4": (EP2_EFSDP2, EP4, {}),
+    "ep4, our AdamW -> ep1": (EP4_OURS, EP1, {}),
+    "ep2 x efsdp2 -> ep4, our AdamW": (EP2_EFSDP2, EP4_OURS, {}),
     "edp2 -> ep2 x efsdp2": (EP2_EDP2, EP2_EFSDP2, {}),
     "hsdp -> none": (HSDP, EP2_EFSDP2, {}),
     "cp2 x ep2 -> ep2 x efsdp2": (CP2_EP2, EP2_EFSDP2, {}),

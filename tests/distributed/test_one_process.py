@@ -24,7 +24,42 @@ from tests.support.tiny_models import texts
 
 RECOMPUTE = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 FLOAT32 = "accumulated recompute unclipped auto adapters object trainer dpo reward linear".split()
+FLOAT32 += ["one pass", "one pass, looked at", "one pass, unclipped"]
 ILL_CONDITIONED = ("linear",)  # its decay rates
+
+
+OURS = {"ep_dispatcher": "fused", "optim_implementation": "fsdpturbo"}
+ONE_PASS = {"gradient_accumulation_steps": 2, "weight_decay": 0.1}
+
+
+def never_clip(trainer: Any) -> None:
+    """The fault put back: the factor does not reach the optimizer."""
+    clip = trainer._norm.clip
+    trainer._norm.clip = lambda model, max_norm: clip(model, float("inf"))
+
+
+def clip_twice(trainer: Any) -> None:
+    """The fault put back: gradients are scaled in memory, and once more by the optimizer."""
+    from hf_fsdpturbo import grad_norm
+
+    clip = trainer._norm.clip
+
+    def both(model: Any, max_norm: float) -> torch.Tensor:
+        norm = clip(model, max_norm)
+        grad_norm.clip_groups_(trainer._norm.groups, max_norm)
+        return norm
+
+    trainer._norm.clip = both
+
+
+def written_copies(trainer: Any) -> dict[str, Any]:
+    """Of each copy that the last step left: whether it is its weight, cast; and what the last clip saw."""
+    from hf_fsdpturbo.ops import weight_copies
+
+    found = weight_copies.current_copies()
+    owned = [found[parameter] for parameter in trainer.model.parameters() if parameter in found]
+    equal = [torch.equal(found[p], p.detach().to(found[p].dtype)) for p in trainer.model.parameters() if p in found]
+    return {**block_at_work(trainer), "written": len(owned), "equal": all(equal), "dtypes": {c.dtype for c in owned}}
 
 
 def block_at_work(trainer: Any) -> dict[str, Any]:
@@ -56,6 +91,15 @@ def runs_of(tiny: Any) -> dict[str, Run]:
         "linear": Run(tiny("qwen3_5_moe", layers=4), data, {"learning_rate": 1e-4}, **ours),
         "bf16": Run(path, data, bf16, **ours),
         "bf16 recompute": Run(path, data, {**bf16, **RECOMPUTE}, **ours),
+        "one pass": Run(path, data, ONE_PASS, OURS, gradients=False, after_train=written_copies),
+        "one pass, looked at": Run(path, data, ONE_PASS, OURS, after_train=written_copies),
+        "one pass, unclipped": Run(
+            path, data, {**ONE_PASS, "max_grad_norm": 0.0}, OURS, gradients=False, after_train=written_copies
+        ),
+        "one pass, never": Run(path, data, ONE_PASS, OURS, gradients=False, before_train=never_clip),
+        "one pass, twice": Run(path, data, ONE_PASS, OURS, gradients=False, before_train=clip_twice),
+        "bf16 one pass": Run(path, data, bf16, OURS, gradients=False, after_train=written_copies),
+        "bf16, torch's": Run(path, data, bf16, {"ep_dispatcher": "fused"}, gradients=False),
         "other experts": Run(tiny("gpt_oss"), data, **ours),
         "default on CPU": Run(path, data, after_train=block_at_work),
     }
@@ -67,7 +111,8 @@ def records(tiny) -> dict[str, tuple[Record, ...]]:
     runs = runs_of(tiny)
     ours = dict(zip(runs, run_plain_jobs(run_turbo_all, list(runs.values()), timeout=150), strict=True))
     eager = {"experts_implementation": "eager"}
-    jobs = {name: (replace(run, after_train=None), 1, ours[name].batches) for name, run in runs.items()}
+    plainly = {name: replace(run, before_train=None, after_train=None) for name, run in runs.items()}
+    jobs = {name: (run, 1, ours[name].batches) for name, run in plainly.items()}
     jobs["float32"] = (replace(jobs["bf16"][0], args={**runs["bf16"].args, "bf16": False}), 1, ours["bf16"].batches)
     jobs["eager"] = (replace(jobs["bf16"][0], model_kwargs=eager), 1, ours["bf16"].batches)
     for name in ILL_CONDITIONED:
@@ -115,6 +160,22 @@ def test_float32_storage_stays_and_copies_go_with_the_step(records):
     after = records["bf16"][0].extra["after"]
     assert after["stored"] == {"torch.float32"}
     assert after["copies"] == 0
+
+
+@pytest.mark.parametrize("fault", ["never", "twice"])
+def test_a_wrong_clip_would_be_seen(records, fault):
+    record, reference = records[f"one pass, {fault}"]
+    comparison = compare(record, reference)
+    assert any(row.startswith("weights") for row in comparison.failed()), comparison.report
+
+
+def test_one_pass_writes_the_copies_of_the_next_forward(records):
+    """As many as there are stacks of experts; steps and losses are those of torch's AdamW on converted weights."""
+    record, torchs = records["bf16 one pass"][0], records["bf16, torch's"][0]
+    after = record.extra["after"]
+    assert (after["written"], after["equal"], after["dtypes"]) == (4, True, {torch.bfloat16})
+    assert after["copies"] > 0
+    assert compare(record, torchs, what=("losses", "grad_norms", "weights"))
 
 
 def test_what_is_not_ours_is_plain(records):
@@ -189,7 +250,7 @@ def two_halves(run: Run, folder: str) -> dict[str, Any]:
 
 def test_resume_goes_on_as_if_nothing_happened_and_the_export_is_plain(tiny, tmp_path):
     run = runs_of(tiny)["bf16"]
-    found = run_plain(two_halves, replace(run, after_train=None), str(tmp_path), timeout=90)
+    found = run_plain(two_halves, replace(run, before_train=None, after_train=None), str(tmp_path), timeout=90)
     assert found["losses"][0] == found["losses"][1]
     assert found["resumed"] == 0.0
     assert found["exported"] == 0.0

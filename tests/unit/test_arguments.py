@@ -258,6 +258,22 @@ def test_check_loading_comes_from_every_source(build, accelerate_yaml, monkeypat
     assert dataclasses.replace(parsed).check_loading == "off"
 
 
+@pytest.mark.parametrize("value", ["fused", True, "", "own"])
+def test_optim_implementation_has_three_values(build, value):
+    raises_naming(lambda: build(optim_implementation=value), "optim_implementation", repr(value), "auto", "torch")
+
+
+def test_optim_implementation_comes_from_every_source_and_fits_optim(build, accelerate_yaml, monkeypatch):
+    assert build().optim_implementation == "auto"
+    accelerate_yaml({"optim_implementation": "torch"})
+    assert build().optim_implementation == "torch"
+    monkeypatch.setenv("FSDPTURBO_OPTIM_IMPLEMENTATION", "fsdpturbo")
+    assert build().optim_implementation == "fsdpturbo"
+    assert build(optim="adamw_torch").optim_implementation == "fsdpturbo"
+    raises_naming(lambda: build(optim="sgd"), "optim_implementation='fsdpturbo'", "'sgd'", "adamw_torch")
+    assert build(optim="sgd", optim_implementation="auto").optim_implementation == "auto"
+
+
 # ---- kernel_config and init_config ----
 
 

@@ -12,6 +12,7 @@ from hf_fsdpturbo import compat
 from hf_fsdpturbo.dispatch.node_plan import RelayStage
 from hf_fsdpturbo.dispatch.over_nodes import relay_rows
 from hf_fsdpturbo.dispatch.packed_rows import PackedLayout
+from hf_fsdpturbo.ops.adamw import AdamWNumbers, AdamWTensors
 from hf_fsdpturbo.ops.expert_mlp import SlotMap, expert_mlp
 from hf_fsdpturbo.ops.functional import permute, swiglu, unpermute
 from hf_fsdpturbo.ops.table import OPS, get_ops
@@ -312,6 +313,95 @@ def test_scale(ops, dtype):
     bf16 = 2**-7 if INTERPRETED else 0  # the interpreter cuts float32 off to bf16 where devices round
     for got, wanted in zip(values, want, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-6 if dtype != torch.bfloat16 else bf16, atol=0)
+
+
+def adamw_tensors(dtype, copies, seed=0):
+    """Tensors of many shapes: whole blocks and broken ones, one element, one that begins in the middle of 16 bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for shape in [(5000,), (7, 3), (2048,), (1,), (4096, 2), (101,)]:
+        weight, gradient, mean = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+        square = torch.rand(shape, generator=generator).to(dtype)
+        parts = [weight, gradient, mean, square]
+        if shape == (101,):
+            parts = [part[1:] for part in parts]
+        copy = torch.zeros_like(parts[0], dtype=torch.bfloat16) if copies else None
+        found.append(AdamWTensors(*parts, copy))
+    return found
+
+
+def adamw_on_paper(each, step, lr, betas, eps, decay, factor):
+    """One step in float64, by the textbook; ``(weight, mean, square)``."""
+    weight, gradient, mean, square = (
+        t.double() for t in (each.parameter, each.gradient, each.exp_avg, each.exp_avg_sq)
+    )
+    gradient = gradient * factor
+    mean = betas[0] * mean + (1 - betas[0]) * gradient
+    square = betas[1] * square + (1 - betas[1]) * gradient**2
+    weight = weight * (1 - lr * decay)
+    root = (square / (1 - betas[1] ** step)).sqrt() + eps
+    return weight - lr * mean / (1 - betas[0] ** step) / root, mean, square
+
+
+@pytest.mark.parametrize("factor", [None, 0.37])
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_adamw(ops, dtype, copies, factor):
+    """Against float64; gradients stay as they are; the copy is the new weight, cast."""
+    tensors = adamw_tensors(dtype, copies)
+    numbers = 3, 1e-2, (0.9, 0.999), 1e-8, 0.1
+    want = [adamw_on_paper(each, *numbers, factor or 1.0) for each in tensors]
+    gradients = [each.gradient.clone() for each in tensors]
+    ops.adamw_(tensors, AdamWNumbers.at(*numbers), None if factor is None else torch.tensor(factor))
+    cut = INTERPRETED and dtype == torch.bfloat16  # the interpreter cuts float32 off to bf16 where devices round
+    tolerance = {torch.float64: 1e-7, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 8e-3 if cut else 3e-3}
+    for each, expected, gradient in zip(tensors, want, gradients, strict=True):
+        for got, wanted in zip((each.parameter, each.exp_avg, each.exp_avg_sq), expected, strict=True):
+            assert relative(got, wanted) < tolerance[dtype]
+        assert torch.equal(each.gradient, gradient)
+        if each.copy is not None and not INTERPRETED:
+            assert torch.equal(each.copy, each.parameter.to(torch.bfloat16))
+        elif each.copy is not None:
+            assert relative(each.copy, each.parameter) < 8e-3
+
+
+def test_adamw_takes_unequal_dtypes_and_strides(ops):
+    """bf16 weights with float32 moments and gradient; weights that are not contiguous; a strided gradient."""
+    weight, gradient = torch.randn(40, 30), torch.randn(40, 30)
+    cases = [
+        AdamWTensors(weight.bfloat16(), gradient.clone(), torch.zeros(40, 30), torch.zeros(40, 30)),
+        AdamWTensors(weight.t().clone().t(), gradient.clone(), torch.zeros(40, 30), torch.zeros(40, 30)),
+        AdamWTensors(weight.clone(), gradient.t().clone().t(), torch.zeros(40, 30), torch.zeros(40, 30)),
+    ]
+    numbers = 1, 1e-2, (0.9, 0.999), 1e-8, 0.1
+    want = [adamw_on_paper(each, *numbers, 1.0) for each in cases]
+    ops.adamw_(cases, AdamWNumbers.at(*numbers))
+    for each, expected in zip(cases, want, strict=True):
+        bf16 = each.parameter.dtype == torch.bfloat16
+        assert relative(each.parameter, expected[0]) < (8e-3 if bf16 else 1e-6)
+        assert relative(each.exp_avg, expected[1]) < 1e-6
+        assert relative(each.exp_avg_sq, expected[2]) < 1e-6
+
+
+def test_a_written_weight_is_seen_by_autograd(ops):
+    """A graph that still needs the old weight or its copy fails, instead of using the new one."""
+    (each, *_) = adamw_tensors(torch.float32, copies=True)
+    leaf = torch.ones(5000, requires_grad=True)
+    products = (leaf * each.parameter).sum(), (leaf * each.copy).sum()
+    ops.adamw_([each], AdamWNumbers.at(1, 1e-2, (0.9, 0.999), 1e-8, 0.1))
+    for product in products:
+        with pytest.raises(RuntimeError, match="inplace"):
+            product.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_square_sum(ops, dtype):
+    values = [part for each in adamw_tensors(dtype, False) for part in (each.gradient, each.parameter)]
+    values.append(torch.randn(30, 50).to(dtype).t())
+    got = ops.square_sum(values)
+    assert got.dtype == torch.float32
+    assert got.item() == pytest.approx(sum(v.double().square().sum().item() for v in values), rel=1e-5)
+    assert got == ops.square_sum(values), "the same in every run"
 
 
 def test_unknown_device_is_named():

@@ -54,7 +54,7 @@ CALLED = {
 }
 
 # Attributes of upstream's trainers that ours sets on purpose.
-SET_ON_PURPOSE = {"gather_function"}
+SET_ON_PURPOSE = {"gather_function", "optimizer"}
 
 
 def arguments(function) -> list[str]:

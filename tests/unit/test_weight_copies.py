@@ -49,6 +49,24 @@ def test_one_copy_serves_the_micro_batches_of_a_step_and_gradients_are_those_of_
     assert module.copies.nbytes() == module.weight.numel() * 2
 
 
+def test_a_gradient_is_divided_in_the_weights_dtype():
+    module, twin = Module(), Module()
+    row = torch.randn(4, 6, 8).to(BF16)
+    (module.copies.get("weight", module.weight, BF16, divisor=3) * row).sum().backward()
+    (twin.weight.to(BF16) * row).sum().backward()
+    assert module.weight.grad.dtype == torch.float32
+    assert torch.equal(module.weight.grad, twin.weight.grad / 3)
+    assert not torch.equal(module.weight.grad, (twin.weight.grad.to(BF16) / 3).float()), "not rounded to bf16"
+
+
+def test_a_copy_may_be_used_and_not_kept():
+    module = Module()
+    assert torch.equal(module.copies.get("weight", module.weight, BF16, keep=False), module.weight.to(BF16))
+    assert module.copies.nbytes() == 0
+    kept = module.copies.get("weight", module.weight, BF16)
+    assert module.copies.get("weight", module.weight, BF16, keep=False).data_ptr() == kept.data_ptr()
+
+
 def test_a_weight_in_the_dtype_is_itself_and_a_tensor_of_the_call_is_not_kept():
     module = Module()
     assert module.copies.get("weight", module.weight, torch.float32) is module.weight
