@@ -78,7 +78,7 @@ class _Send(torch.autograd.Function):
 def send_rows(rows: Tensor, flight: Flight) -> Tensor:
     """``rows [sum(input_splits), W]`` -> ``[sum(output_splits), W]``, differentiable.
 
-    A recompute has the rows that came in the forward, if those are kept. Whoever computes the gradient of the result may hand it to
-    ``flight.leave`` before returning it.
+    A recompute has the rows that came in the forward, if those are kept. Whoever computes the gradient of the result
+    may hand it to ``flight.leave`` before returning it.
     """
     return _Send.apply(rows, flight)
