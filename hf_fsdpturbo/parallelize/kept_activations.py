@@ -38,7 +38,7 @@ def install_recompute(
     selective = args.recompute == "selective"
     install_routing_tape(model, experts, keeps=selective)
     kept, again = keep_attention(model) if selective else (set(), set())
-    if not (selective and getattr(args, "gradient_checkpointing", False)):
+    if not (selective and getattr(args, "activation_checkpointing", False)):
         return []
     modules = [base_module(model.get_submodule(name)) for name in experts]
     served = modules if dispatcher in KEEPING_DISPATCHERS else []

@@ -5,7 +5,7 @@ whole model (usually on meta)
   -> context_parallel       sequence cut at the base model's entry, gathered at its exit
   -> shard_experts           experts Shard(0) on ep, forward goes through the dispatcher
   -> fully_shard_experts     their parameters over (efsdp, expert_cp), replicated over edp
-  -> install_recompute       activation checkpointing replays routing, and keeps what `recompute` says
+  -> install_recompute       activation checkpointing replays routing, and keeps what is asked
   -> compute_as_autocast     bf16 runs: autocast round the model, as plain Trainer has it
   -> outer_fully_shard       every decoder layer and the root over all ranks, the experts left out
   -> check_ownership         every parameter is managed once

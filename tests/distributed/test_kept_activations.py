@@ -97,7 +97,7 @@ def run_of(tiny: Any, place: str, case: str, mode: str) -> Run:
     _, sizes, cases = PLACES[place]
     family, fields, args = cases[case]
     layers = {"layers": 4} if family == "qwen3_5_moe" else {}
-    checkpointing = {"gradient_checkpointing": mode != "none"}
+    checkpointing = {"activation_checkpointing": mode != "none"}
     return Run(
         tiny(family, **layers),
         {"text": texts(16)},
