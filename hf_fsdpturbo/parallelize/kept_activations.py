@@ -47,7 +47,8 @@ def install_recompute(
     itemsize = 2 if getattr(args, "bf16", False) else next(model.parameters()).dtype.itemsize
     layers = attention_layers(config) if kept else 0
     pairs = sum(choices(config) * (module.get_parameter("gate_up_proj").shape[1] * itemsize + 4) for module in plain)
-    rows = len(served) * row_bytes(config.hidden_size, choices(config), topology.ep_size, itemsize)
+    stages = {topology.ep_size, 1 if dispatcher == "domino" else topology.ep_nodes}  # between nodes, and inside one
+    rows = len(served) * sum(row_bytes(config.hidden_size, choices(config), stage, itemsize) for stage in stages)
     a_token = layers * attention_bytes(config, itemsize) + pairs + rows
     lines = [
         f"recompute selective keeps, forward to backward, outputs of {len(plain)} up matmuls and {layers} attentions"

@@ -45,6 +45,7 @@ PLACES: dict[str, tuple[int, dict[str, Any], dict[str, tuple[str, dict[str, Any]
         "fused": ("qwen3_moe", FUSED, {}),
         "linear": ("qwen3_5_moe", FUSED, {}),
     }),
+    "two nodes": (4, {"ep_size": 4, "ranks_per_node": 2}, {"fused": ("qwen3_moe", FUSED, {})}),
 }  # fmt: skip
 CASES = [(place, case) for place, (_, _, cases) in PLACES.items() for case in cases]
 
@@ -151,6 +152,7 @@ AGAIN = {
     ("ep2", "eager"): ({"exchanges": 2}, {"exchanges": 2}),
     ("ep2", "linear"): ({"matmuls": 2, "exchanges": 2}, {"matmuls": 1, "exchanges": 1}),
     ("cp2", "fused"): ({"matmuls": 1}, {}),
+    ("two nodes", "fused"): ({"matmuls": 1, "exchanges": 2}, {}),  # two stages
 }
 
 
