@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_fsdpturbo.dispatch.flight import Flight
-from hf_fsdpturbo.dispatch.recompute import keep_or_make
+from hf_fsdpturbo.dispatch.recompute import has_kept, keep_or_make
 from hf_fsdpturbo.dispatch.routing_plan import RoutingPlan, Stage
 from hf_fsdpturbo.ops.expert_mlp import Half, mlp_backward, mlp_down, mlp_up, stand_in
 from hf_fsdpturbo.ops.torch import accumulation_dtype
@@ -75,6 +75,8 @@ class _Pack(torch.autograd.Function):
     ) -> Tensor:
         ctx.plan, ctx.layout = plan, layout
         ctx.shape, ctx.weights_dtype = hidden_TD.shape, weights_TK.dtype
+        if has_kept():  # what came of these rows is on the tape: nobody sends them again
+            return hidden_TD.new_empty(1, layout.width).expand(sum(plan.send_splits), -1)
         # Rows are packed before their number is known: a token has at most one a rank and one an expert. So all of it
         # is issued while the counts travel to the host, and only the exchange is left to issue after.
         most = hidden_TD.shape[0] * min(ranks, layout.top_k)

@@ -116,6 +116,12 @@ def is_recompute() -> bool:
     return tape is not None and tape.replays
 
 
+def has_kept() -> bool:
+    """Whether what runs now is a recompute that has from the forward what is dear."""
+    tape = current_tape()
+    return tape is not None and tape.replays and tape.keeps
+
+
 @contextlib.contextmanager
 def no_tape() -> Iterator[None]:
     """Run a block that belongs to no checkpointed call, whatever surrounds it."""
