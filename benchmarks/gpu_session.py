@@ -38,6 +38,7 @@ use_cpu: {use_cpu}
 # name -> (launcher, extra arguments, seconds it may take); trained in this order
 TRAINING = {
     "turbo fused": ("torchrun", ["--mode", "turbo", "--dispatcher", "fused", "--storage", "bfloat16"], 110),
+    "turbo selective": ("torchrun", ["--mode", "turbo", "--recompute", "selective", "--storage", "bfloat16"], 110),
     "native": ("torchrun", ["--mode", "native"], 110),
     "turbo domino": ("torchrun", ["--mode", "turbo", "--dispatcher", "domino", "--storage", "bfloat16"], 90),
     "turbo eager": ("torchrun", ["--mode", "turbo", "--dispatcher", "eager", "--storage", "bfloat16"], 90),
@@ -49,7 +50,7 @@ TRAINING = {
 }
 PAIRS = [("turbo fused", "native"), ("turbo eager", "native"), ("turbo domino", "native"), ("turbo auto", "native"),
          ("turbo fused fp32", "fsdp2"), ("turbo fused", "turbo fused torch-adamw"),
-         ("turbo fused fp32", "turbo fused fp32 torch-adamw")]  # fmt: skip
+         ("turbo fused fp32", "turbo fused fp32 torch-adamw"), ("turbo selective", "turbo fused")]  # fmt: skip
 
 # One process: (work, its arguments, rows of it); "today" is the product without our expert block.
 ONE_GPU = [
@@ -57,13 +58,14 @@ ONE_GPU = [
      ("trl", "ours", "today", "trl + ours", "auto", "ours torch-adamw")),
     ("8 layers float32", ["--layers", "8", "--batch", "2"], "float32", ("trl", "ours", "today", "ours torch-adamw")),
     ("16 layers recompute", ["--layers", "16", "--batch", "4", "--checkpointing"], "bfloat16",
-     ("trl", "ours", "today")),
+     ("trl", "ours", "selective", "today")),
 ]  # fmt: skip
 ONE_GPU_ROWS = {
     "trl": ["--mode", "trl"],
     "today": ["--mode", "turbo", "--ep", "1", "--dispatcher", "eager", "--optim", "torch"],
     "ours": ["--mode", "turbo", "--ep", "1", "--dispatcher", "fused"],
     "ours torch-adamw": ["--mode", "turbo", "--ep", "1", "--dispatcher", "fused", "--optim", "torch"],
+    "selective": ["--mode", "turbo", "--ep", "1", "--dispatcher", "fused", "--recompute", "selective"],
     "auto": ["--mode", "turbo", "--ep", "1", "--dispatcher", "auto"],
     "trl + ours": ["--mode", "trl", "--fused-experts"],
 }
@@ -154,7 +156,7 @@ def train(session):
     size += ["--checkpoint", str(session.out / "checkpoint"), "--steps", str(a.steps), "--warmup", str(a.warmup)]
     if not a.tiny:
         size += ["--liger"]
-        size += ["--checkpointing"] if a.checkpointing else []
+    size += ["--checkpointing"] if a.checkpointing else []
     if session.wants("checkpoint") or not (session.out / "checkpoint" / "config.json").exists():
         only, a.only = a.only, None
         session.step("checkpoint", [*session.python(module), "--make", *size], 180, tail=2)
@@ -163,6 +165,8 @@ def train(session):
     results.unlink(missing_ok=True)
     found = {}
     for name, (launcher, extra, limit) in TRAINING.items():
+        if name == "turbo selective" and not a.checkpointing:
+            continue
         if a.tiny and "--storage" in extra:
             extra = [*extra[: extra.index("--storage")], "--storage", "float32"]
         profile = ["--profile", str(session.out / "breakdown.txt")] if name == "turbo fused" and not a.tiny else []

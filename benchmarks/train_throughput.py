@@ -40,6 +40,7 @@ def arguments():
     parser.add_argument("--optim", default="auto", help="turbo only: optim_implementation (torch: none of ours)")
     parser.add_argument("--fused-experts", action="store_true", help="trl only: our expert block by one line")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
+    parser.add_argument("--recompute", default="full", help="turbo only, with --checkpointing: full or selective")
     parser.add_argument("--liger", action="store_true", help="liger's rope and rms_norm")
     parser.add_argument("--profile", default=None, help="write a breakdown of one step's GPU time to this file")
     parser.add_argument("--out", default=None, help="append the JSON line to this file")
@@ -187,7 +188,7 @@ def make_trainer(a, config, meter, world):
         from hf_fsdpturbo import FSDPTurboSFTConfig, FSDPTurboSFTTrainer
 
         params = dict(ep_size=a.ep, ep_dispatcher=a.dispatcher, param_storage_dtype=a.storage)
-        common |= dict(optim_implementation=a.optim)
+        common |= dict(optim_implementation=a.optim, recompute=a.recompute)
         args = FSDPTurboSFTConfig(**common, model_init_kwargs=init, dist_config=dict(name="fsdpturbo", **params))
         return FSDPTurboSFTTrainer(model=a.checkpoint, args=args, **data)
     if a.mode == "fsdp2":
@@ -233,7 +234,8 @@ def main():
         rate = a.batch * a.sequence / meter.seconds
         result = dict(
             mode=a.mode, dispatcher=a.dispatcher if a.mode == "turbo" else "-", storage=a.storage, layers=a.layers,
-            checkpointing=a.checkpointing, liger=a.liger, world=world, ep=a.ep, optim=a.optim,
+            checkpointing=a.checkpointing, recompute=a.recompute if a.checkpointing else "-", liger=a.liger,
+            world=world, ep=a.ep, optim=a.optim,
             ms_step=round(meter.seconds * 1e3, 1), tokens_s_gpu=round(rate),
             peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1) if ON_GPU else None,
             mfu=round(rate * flops_per_token(config, a.sequence) / PEAK_FLOPS, 4),

@@ -64,9 +64,11 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "drop_unused_tensors": False,
     "check_loading": "sample",
     "optim_implementation": "auto",
+    "recompute": "full",
 }
 CHECK_LOADING = ("sample", "full", "off")
 OPTIM_IMPLEMENTATIONS = ("auto", "fsdpturbo", "torch")
+RECOMPUTE = ("full", "selective")
 # Sizes that shrink to this when one process runs a file written for many.
 ONE_PROCESS: dict[str, int | None] = {
     "dist_config.ep_size": 1,
@@ -207,6 +209,8 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
     if (kind := values.get("optim_implementation", "auto")) not in OPTIM_IMPLEMENTATIONS:
         valid = list(OPTIM_IMPLEMENTATIONS)
         raise ValueError(f"optim_implementation must be one of {valid}, but it is {kind!r}. Correct it.")
+    if (kept := values.get("recompute", "full")) not in RECOMPUTE:
+        raise ValueError(f"recompute must be one of {list(RECOMPUTE)}, but it is {kept!r}. Correct it.")
     dist = parse_mapping("dist_config", values.pop("dist_config")) if "dist_config" in values else {}
     check_dist_keys(dist)
     for name in SHORTHAND:

@@ -123,6 +123,10 @@ class FSDPTurboArguments:
             "update in one pass) or torch."
         },
     )
+    recompute: str = field(
+        default=UnsetStr("full"),
+        metadata={"help": "With activation_checkpointing: full, or selective, which keeps what is dear to compute."},
+    )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings
         use_cpu: bool = field(default=False, init=False)
@@ -228,6 +232,8 @@ class FSDPTurboArguments:
                 "use_liger_kernel: Liger's swiglu is off, as it would replace the experts' forward past the "
                 "dispatcher. Dense MLPs and shared experts run the model's own code too.",
             )
+        if self.recompute != "full" and not getattr(self, "activation_checkpointing", False):
+            _warn_once("recompute", f"recompute={self.recompute!r} has no effect without activation_checkpointing.")
         if not self.fsdpturbo_params.pin_memory and not self.fsdpturbo_params.offload_params:
             _warn_once("pin_memory", "dist_config pin_memory=False has no effect without offload_params.")
 

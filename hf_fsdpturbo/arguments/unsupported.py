@@ -46,7 +46,7 @@ def refuse_unsupported(args: Any) -> None:
     _refuse_optimizer(args, _UNPROVEN_OPTIMIZERS, "{} optimizers are unproven on sharded experts")
     _refuse_foreign_implementation(args)
     _refuse_parallelism(args)
-    _refuse_backend_fields(args.fsdpturbo_params)
+    _refuse_backend_fields(args.fsdpturbo_params, args.recompute)
     _refuse_double_liger(args, args.kernel_params)
     if args.cp_size > 1:
         _refuse_context_parallel(args)
@@ -106,8 +106,13 @@ def _refuse_parallelism(args: Any) -> None:
         )
 
 
-def _refuse_backend_fields(params: FSDPTurboParams) -> None:
+def _refuse_backend_fields(params: FSDPTurboParams, recompute: str) -> None:
     if params.ep_backend == "fsdp_turbo":
+        if recompute != "full":
+            raise ValueError(
+                f"recompute={recompute!r} is not supported with ep_backend='fsdp_turbo': its experts keep nothing. "
+                "Leave recompute out, or set ep_backend to 'torch'."
+            )
         return
     for field, unset in (("hook_modules", []), ("fsdp_implementation", "native")):
         if (value := getattr(params, field)) != unset:

@@ -5,5 +5,5 @@
     row_exchange.py   all-to-all of rows; flight.py and side_stream.py run it beside other work
     routing_plan.py   who sends what where; packed_rows.py the rows that fused sends
     over_nodes.py     fused in two stages where the ep group spans nodes; node_plan.py its plan
-    recompute.py      activation checkpointing replays routing
+    recompute.py      activation checkpointing replays routing; kept_attention.py what it keeps of attention
 """

@@ -12,6 +12,7 @@ schedule above. The rows are those of fused in one stage, one a rank, over nodes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,18 +23,20 @@ from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, LocalExperts
 from hf_fsdpturbo.dispatch.flight import Flight
 from hf_fsdpturbo.dispatch.fused import FusedDispatcher
 from hf_fsdpturbo.dispatch.packed_rows import sum_rows
+from hf_fsdpturbo.dispatch.recompute import is_recompute
+from hf_fsdpturbo.dispatch.routing_plan import RoutingPlan
 from hf_fsdpturbo.node_groups import NodeGroups
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, flight: Flight, outward: bool) -> Tensor:
         ctx.flight = flight
-        return flight.depart(rows)
+        return flight.depart_once(rows) if outward else flight.depart(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.flight.arrive(gradients[0]), None
+        return ctx.flight.arrive(gradients[0]), None, None
 
 
 class _Wait(torch.autograd.Function):
@@ -72,18 +75,30 @@ class DominoDispatcher(Dispatcher):
         arriving = []
         for hidden_TD, weights_TK, plan in zip(hidden_states.split(sizes), weights, plans, strict=True):
             rows, layout = self._fused.pack(hidden_TD, weights_TK, plan)
-            arriving.append((*self._start(rows, plan.receive_splits, plan.send_splits), layout))
-        returning = []
+            arriving.append((*self._start(rows, plan.receive_splits, plan.send_splits, outward=True), layout))
+        returning: list[tuple[Tensor, Flight]] = []
+
+        def send_back(finish: Callable[[], Tensor], plan: RoutingPlan) -> None:
+            returning.append(self._start(finish(), plan.send_splits, plan.receive_splits, outward=False))
+
+        waiting = []
         for (rows, flight, layout), plan in zip(arriving, plans, strict=True):
-            output = self._fused.experts_on(_Wait.apply(rows, flight), layout, plan, experts, flight)
-            returning.append(self._start(output, plan.send_splits, plan.receive_splits))
+            finish = self._fused.experts_on(_Wait.apply(rows, flight), layout, plan, experts, flight)
+            if is_recompute():  # it ends with the last first half: no slice is finished before
+                waiting.append((finish, plan))
+            else:
+                send_back(finish, plan)
+        for finish, plan in waiting:
+            send_back(finish, plan)
         outputs = [
             sum_rows(_Wait.apply(rows, flight), plan)
             for (rows, flight), plan in zip(returning, plans, strict=True)
         ]
         return torch.cat(outputs).to(hidden_states.dtype)
 
-    def _start(self, rows: Tensor, output_splits: list[int], input_splits: list[int]) -> tuple[Tensor, Flight]:
+    def _start(
+        self, rows: Tensor, output_splits: list[int], input_splits: list[int], outward: bool
+    ) -> tuple[Tensor, Flight]:
         assert self.group is not None
         flight = Flight(output_splits, input_splits, self.group)
-        return _Start.apply(rows, flight), flight
+        return _Start.apply(rows, flight, outward), flight

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hf_fsdpturbo.dispatch.recompute import keep_or_make
 from hf_fsdpturbo.dispatch.row_exchange import exchange_rows
 from hf_fsdpturbo.dispatch.side_stream import SideWork, beside
 
@@ -35,6 +36,11 @@ class Flight:
         """Start the exchange on the side stream; its result may be read after ``work.wait()``."""
         received, self.work = self._exchange_beside(rows, self.output_splits, self.input_splits)
         return received
+
+    def depart_once(self, rows: Tensor) -> Tensor:
+        """As :meth:`depart`, but a recompute has what came in the forward, if that is kept."""
+        received, self.work = keep_or_make(lambda: self._exchange_beside(rows, self.output_splits, self.input_splits))
+        return received.view_as(received)
 
     def leave(self, gradient: Tensor) -> None:
         """Start the reverse exchange on the side stream, unless it has left already."""
@@ -61,7 +67,8 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
         ctx.flight = flight
-        return exchange_rows(rows, flight.output_splits, flight.input_splits, flight.group)
+        received = keep_or_make(lambda: exchange_rows(rows, flight.output_splits, flight.input_splits, flight.group))
+        return received.view_as(received)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -71,6 +78,7 @@ class _Send(torch.autograd.Function):
 def send_rows(rows: Tensor, flight: Flight) -> Tensor:
     """``rows [sum(input_splits), W]`` -> ``[sum(output_splits), W]``, differentiable.
 
-    Whoever computes the gradient of the result may hand it to ``flight.leave`` before returning it.
+    A recompute has the rows that came in the forward, if those are kept. Whoever computes the gradient of the result
+    may hand it to ``flight.leave`` before returning it.
     """
     return _Send.apply(rows, flight)

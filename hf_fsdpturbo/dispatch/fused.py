@@ -18,6 +18,7 @@ one gather of counts and one host sync all the same: ``over_nodes.py`` draws it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from hf_fsdpturbo.dispatch.flight import Flight, send_rows
 from hf_fsdpturbo.dispatch.node_plan import plan_over_nodes
 from hf_fsdpturbo.dispatch.over_nodes import relay_rows
 from hf_fsdpturbo.dispatch.packed_rows import PackedLayout, pack_rows, packed_expert_mlp, sum_rows, unpack_rows
-from hf_fsdpturbo.dispatch.recompute import record_or_replay
+from hf_fsdpturbo.dispatch.recompute import keep_or_make, record_or_replay
 from hf_fsdpturbo.dispatch.routing_plan import RoutingPlan, Stage, plan_slices
 from hf_fsdpturbo.dispatch.row_exchange import all_to_all_rows
 from hf_fsdpturbo.node_groups import NodeGroups
@@ -70,8 +71,8 @@ class FusedDispatcher(Dispatcher):
         experts: LocalExperts,
         flight: Flight,
         plain: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Local experts on received packed rows: ``[R, D]`` to send back.
+    ) -> Callable[[], Tensor]:
+        """Local experts on received packed rows; what is returned finishes them and gives ``[R, D]`` to send back.
 
         Args:
             packed: rows that came by ``flight``, laid out as ``layout``.
@@ -87,7 +88,8 @@ class FusedDispatcher(Dispatcher):
             return packed_expert_mlp(packed, *plain, layout, plan, flight)
         rows_RD, weights_RK = unpack_rows(packed, layout)
         slot_map = plan.slot_map(layout.slots(packed.detach()).clone())
-        return self.own_forward(rows_RD, weights_RK, slot_map, plan.ops, experts)
+        output_RD = self.own_forward(rows_RD, weights_RK, slot_map, plan.ops, experts)
+        return lambda: output_RD
 
     def plain_weights(self, rows: Tensor, ops: OpSet, experts: LocalExperts) -> tuple[Tensor, Tensor] | None:
         """The experts' weights if grouped matmuls can stand in for their own forward; says once when they cannot."""
@@ -124,12 +126,13 @@ class FusedDispatcher(Dispatcher):
         (plan,) = self.plan([top_k_index])
         if self.group is None:
             if plain is not None:
-                return expert_mlp(hidden_states, top_k_weights, *plain, plan.own_slot_map(), plan.ops)
+                slot_map = plan.own_slot_map()
+                return expert_mlp(hidden_states, top_k_weights, *plain, slot_map, plan.ops, keep_or_make)
             return self.own_forward(hidden_states, top_k_weights, plan.own_slot_map(), plan.ops, experts)
         packed, layout = self.pack(hidden_states, top_k_weights, plan)
         flight = Flight(plan.receive_splits, plan.send_splits, self.group)
-        output_RD = self.experts_on(send_rows(packed, flight), layout, plan, experts, flight, plain)
-        return sum_rows(all_to_all_rows(output_RD, plan.send_splits, plan.receive_splits, self.group), plan)
+        finish = self.experts_on(send_rows(packed, flight), layout, plan, experts, flight, plain)
+        return sum_rows(all_to_all_rows(finish(), plan.send_splits, plan.receive_splits, self.group), plan)
 
     def _over_nodes(
         self,
@@ -149,8 +152,8 @@ class FusedDispatcher(Dispatcher):
         across = Flight(plan.receive_splits, plan.send_splits, nodes.across)
         inside = Flight(near.receive_splits, near.send_splits, nodes.inside)
         rows = send_rows(relay_rows(send_rows(packed, across), plan.inside, layout), inside)
-        output_RD = self.experts_on(rows, layout, near, experts, inside, plain)
-        output_RD = all_to_all_rows(output_RD, near.send_splits, near.receive_splits, nodes.inside)
+        finish = self.experts_on(rows, layout, near, experts, inside, plain)
+        output_RD = all_to_all_rows(finish(), near.send_splits, near.receive_splits, nodes.inside)
         node_sums = sum_rows(output_RD, near)
         return sum_rows(all_to_all_rows(node_sums, plan.send_splits, plan.receive_splits, nodes.across), plan)
 

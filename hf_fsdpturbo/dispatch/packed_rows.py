@@ -12,15 +12,18 @@ computed with. float64 tokens carry float64 weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_fsdpturbo.dispatch.flight import Flight
+from hf_fsdpturbo.dispatch.recompute import has_kept, keep_or_make
 from hf_fsdpturbo.dispatch.routing_plan import RoutingPlan, Stage
-from hf_fsdpturbo.ops.expert_mlp import mlp_backward, mlp_forward
+from hf_fsdpturbo.ops.expert_mlp import Half, mlp_backward, mlp_down, mlp_up, stand_in
 from hf_fsdpturbo.ops.torch import accumulation_dtype
 
 _ALIGNMENT = 64
@@ -72,6 +75,8 @@ class _Pack(torch.autograd.Function):
     ) -> Tensor:
         ctx.plan, ctx.layout = plan, layout
         ctx.shape, ctx.weights_dtype = hidden_TD.shape, weights_TK.dtype
+        if has_kept():  # what came of these rows is on the tape: nobody sends them again
+            return hidden_TD.new_empty(1, layout.width).expand(sum(plan.send_splits), -1)
         # Rows are packed before their number is known: a token has at most one a rank and one an expert. So all of it
         # is issued while the counts travel to the host, and only the exchange is left to issue after.
         most = hidden_TD.shape[0] * min(ranks, layout.top_k)
@@ -108,8 +113,11 @@ class _Unpack(torch.autograd.Function):
         return packed, None
 
 
-class _PackedExpertMLP(torch.autograd.Function):
-    """``expert_mlp`` on packed rows; the gradient is packed too, so that it can travel as it is."""
+class _PackedUp(torch.autograd.Function):
+    """``expert_mlp`` on packed rows; the gradient is packed too, so that it can travel as it is.
+
+    See Note [Recompute ends before down].
+    """
 
     @staticmethod
     def forward(
@@ -120,15 +128,17 @@ class _PackedExpertMLP(torch.autograd.Function):
         layout: PackedLayout,
         plan: Stage,
         flight: Flight,
+        halves: list[Half],
     ) -> Tensor:
-        slot_map = plan.slot_map(layout.slots(packed))
-        output_RD, hidden_SF, weights_S = mlp_forward(
-            plan.ops, layout.rows(packed), layout.weights(packed), slot_map, gate_up, down
+        rows_RD, slot_map = layout.rows(packed), plan.slot_map(layout.slots(packed))
+        hidden_SF, weights_S = keep_or_make(
+            lambda: mlp_up(plan.ops, rows_RD, layout.weights(packed), slot_map, gate_up)
         )
         ctx.save_for_backward(packed, hidden_SF, weights_S, gate_up, down)
         # Not the slot map: its view of ``packed`` would keep the rows alive through activation checkpointing.
         ctx.layout, ctx.plan, ctx.flight = layout, plan, flight
-        return output_RD
+        halves.append(Half(hidden_SF, weights_S, down, slot_map, plan.ops))
+        return stand_in(rows_RD)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -146,7 +156,7 @@ class _PackedExpertMLP(torch.autograd.Function):
             None if out is None else layout.weights(out),
             lambda: ctx.flight.leave(out),
         )
-        return out, *weights, None, None, None
+        return out, *weights, None, None, None, None
 
 
 class _SumRows(torch.autograd.Function):
@@ -179,12 +189,14 @@ def unpack_rows(packed: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
 
 def packed_expert_mlp(
     packed: Tensor, gate_up: Tensor, down: Tensor, layout: PackedLayout, plan: Stage, flight: Flight
-) -> Tensor:
-    """``ops.expert_mlp`` on received packed rows: ``[R, D]``, differentiable in rows, their weights and the experts'.
+) -> Callable[[], Tensor]:
+    """``ops.expert_mlp`` on received packed rows, its first half; what is returned runs the second, once.
 
-    In backward the rows' gradient leaves by ``flight`` while the gradient of ``gate_up`` is computed.
+    That gives ``[R, D]``, differentiable in rows, their weights and the experts'. In backward the
+    rows' gradient leaves by ``flight`` while the gradient of ``gate_up`` is computed.
     """
-    return _PackedExpertMLP.apply(packed, gate_up, down, layout, plan, flight)
+    halves: list[Half] = []
+    return partial(mlp_down, _PackedUp.apply(packed, gate_up, down, layout, plan, flight, halves), halves)
 
 
 def sum_rows(rows: Tensor, plan: Stage) -> Tensor:

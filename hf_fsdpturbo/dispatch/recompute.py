@@ -7,6 +7,9 @@ only. So one tape per checkpointed call (hence per layer and micro-batch) record
   differentiable operator in both passes (so that the tensors autograd saved line up);
 * each dispatcher's plan: order, slots, split sizes. Recompute exchanges rows, but counts nothing and syncs no host.
 
+With ``recompute="selective"`` the tape also keeps results that are dear to make (:func:`keep_or_make`): the rows that
+an exchange brought, the up matmul's output, attention's output (``kept_attention.py``). Gradients are the same bits.
+
 What looks like a shortcut and is wrong: replaying the plan alone (the router's gradient goes to another expert), and
 keeping the top-k values of the forward (modules normalise them in place). ``tests/unit/test_recompute.py`` puts both
 back.
@@ -17,6 +20,7 @@ Outside checkpointing there is no tape, and nothing is intercepted.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 import types
@@ -35,9 +39,14 @@ _active = threading.local()  # backward runs in a thread of its own on accelerat
 
 
 class RoutingTape:
-    """What one checkpointed call decided, in order. Lives as long as the call's graph."""
+    """What one checkpointed call decided, in order. Lives as long as the call's graph.
 
-    def __init__(self) -> None:
+    Args:
+        keeps: whether it also keeps results that are dear to make.
+    """
+
+    def __init__(self, keeps: bool = False) -> None:
+        self.keeps = keeps
         self._entries: list[Any] = []
         self._next: int | None = None  # None records
 
@@ -52,6 +61,11 @@ class RoutingTape:
             )
         self._next += 1
         return self._entries[self._next - 1]
+
+    @property
+    def replays(self) -> bool:
+        """Whether a recompute is running."""
+        return self._next is not None
 
     def begin(self, replay: bool) -> None:
         """Start a pass: the first records, each recompute replays from the start."""
@@ -86,6 +100,28 @@ def record_or_replay(make: Callable[[], Value]) -> Value:
     return make() if tape is None else tape.record_or_replay(make)
 
 
+def keep_or_make(make: Callable[[], Value]) -> Value:
+    """``make()``, or what it returned in the forward where the tape keeps results.
+
+    What is kept may be saved for backward, but not returned from an autograd function, which would write its own
+    history onto the tape: return a view.
+    """
+    tape = current_tape()
+    return make() if tape is None or not tape.keeps else tape.record_or_replay(make)
+
+
+def is_recompute() -> bool:
+    """Whether what runs now is the recompute of a checkpointed call."""
+    tape = current_tape()
+    return tape is not None and tape.replays
+
+
+def has_kept() -> bool:
+    """Whether what runs now is a recompute that has from the forward what is dear."""
+    tape = current_tape()
+    return tape is not None and tape.replays and tape.keeps
+
+
 @contextlib.contextmanager
 def no_tape() -> Iterator[None]:
     """Run a block that belongs to no checkpointed call, whatever surrounds it."""
@@ -97,9 +133,11 @@ def no_tape() -> Iterator[None]:
         _active.tape = outer
 
 
-def tape_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+def tape_contexts(
+    keeps: bool = False,
+) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """The ``context_fn`` of ``torch.utils.checkpoint``: forward and recompute share one new tape."""
-    tape = RoutingTape()
+    tape = RoutingTape(keeps)
     return _TapePass(tape, replay=False), _TapePass(tape, replay=True)
 
 
@@ -158,7 +196,7 @@ def _tape_router(router: nn.Module) -> None:
     router.forward = taped_forward  # type: ignore[method-assign]
 
 
-def install_routing_tape(model: nn.Module, experts: Collection[str] = ()) -> list[str]:
+def install_routing_tape(model: nn.Module, experts: Collection[str] = (), keeps: bool = False) -> list[str]:
     """Make activation checkpointing of ``model`` replay its routing. Call once, before checkpointing is switched on.
 
     Wraps the routers' forward and, on this instance, ``_set_gradient_checkpointing`` (where Transformers hands its
@@ -168,6 +206,7 @@ def install_routing_tape(model: nn.Module, experts: Collection[str] = ()) -> lis
     Args:
         model: whose layers are checkpointed.
         experts: names of experts modules that are not called ``experts``.
+        keeps: whether tapes keep what is dear (``recompute="selective"``).
 
     Returns:
         Names of the routers found.
@@ -184,14 +223,14 @@ def install_routing_tape(model: nn.Module, experts: Collection[str] = ()) -> lis
 
     def set_taped(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **kwargs: Any) -> Any:
         if enable:
-            gradient_checkpointing_func = _with_tape(gradient_checkpointing_func)
+            gradient_checkpointing_func = _with_tape(gradient_checkpointing_func, keeps)
         return set_checkpointing(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs)
 
     model._set_gradient_checkpointing = set_taped  # type: ignore[assignment]
     return list(routers)
 
 
-def _with_tape(function: Any) -> Callable[..., Any]:
+def _with_tape(function: Any, keeps: bool = False) -> Callable[..., Any]:
     given = dict(getattr(function, "keywords", {}))
     if given.get("use_reentrant", False):
         raise ValueError(
@@ -204,7 +243,9 @@ def _with_tape(function: Any) -> Callable[..., Any]:
             "Leave it out."
         )
 
+    contexts = functools.partial(tape_contexts, keeps)
+
     def taped(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **{"use_reentrant": False, **kwargs, "context_fn": tape_contexts})
+        return function(*args, **{"use_reentrant": False, **kwargs, "context_fn": contexts})
 
     return taped

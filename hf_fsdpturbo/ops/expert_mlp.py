@@ -8,19 +8,28 @@ row r with weight w (``y_e(x) = down_e (silu(gate_e x) * up_e x)``, weighted bef
 
 Backward scatters rows and gradients again and computes the activation again beside its gradient: two memory-bound
 copies instead of S (D + F) elements kept from forward to backward.
+
+Note [Recompute ends before down]. Nothing of what follows ``h`` is needed in backward: ``down`` is linear, and the
+routing weights' gradient comes out of SwiGLU's. So the block is two autograd functions. The first saves everything and
+returns a stand-in of the output's shape that carries the gradient alone; the second, which fills it, saves nothing.
+Activation checkpointing stops a recompute once all saved tensors are there again, which is before the second, as long
+as nothing after the block saves any (a shared expert added after it does).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_fsdpturbo.ops.table import OpSet
 from hf_fsdpturbo.ops.torch import accumulation_dtype
+
+Value = TypeVar("Value")
+Keep = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -38,21 +47,56 @@ def _expand(ops: OpSet, rows_RD: Tensor, slot_map: SlotMap) -> Tensor:
     return expanded_SD
 
 
-def mlp_forward(
-    ops: OpSet, rows_RD: Tensor, weights_RK: Tensor, slot_map: SlotMap, gate_up: Tensor, down: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(output [R, D], h [S, 2F], weights [S])``; the last two are for :func:`mlp_backward`."""
+def keep_nothing(make: Callable[[], Value]) -> Value:
+    """What makes ``h``, outside recompute that keeps it."""
+    return make()
+
+
+def mlp_up(
+    ops: OpSet, rows_RD: Tensor, weights_RK: Tensor, slot_map: SlotMap, gate_up: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``(h [S, 2F], weights [S])``: all that :func:`mlp_down` and :func:`mlp_backward` need of the rows."""
     expanded_SD = rows_RD.new_empty(slot_map.num_slots, rows_RD.shape[1])
     weights_S = torch.empty(slot_map.num_slots, dtype=accumulation_dtype(weights_RK.dtype), device=rows_RD.device)
     ops.scatter_rows(rows_RD, slot_map.slots_RK, expanded_SD, weights_RK, weights_S)
-    hidden_SF = ops.grouped_mm(expanded_SD, gate_up.transpose(1, 2), slot_map.offsets_L)
-    del expanded_SD
-    active_SF = ops.swiglu(hidden_SF, weights_S)
-    output_SD = ops.grouped_mm(active_SF, down.transpose(1, 2), slot_map.offsets_L)
-    del active_SF
-    output_RD = torch.empty(rows_RD.shape, dtype=rows_RD.dtype, device=rows_RD.device)
-    ops.gather_sum(output_SD, slot_map.slots_RK, output_RD)
-    return output_RD, hidden_SF, weights_S
+    return ops.grouped_mm(expanded_SD, gate_up.transpose(1, 2), slot_map.offsets_L), weights_S
+
+
+@dataclass
+class Half:
+    """What the first half of the block hands to the second past autograd; :func:`mlp_down` empties it."""
+
+    hidden_SF: Tensor
+    weights_S: Tensor
+    down: Tensor
+    slot_map: SlotMap
+    ops: OpSet
+
+
+def stand_in(rows_RD: Tensor) -> Tensor:
+    """A tensor of the output's shape whose values nobody reads: see Note [Recompute ends before down]."""
+    return rows_RD.new_empty(1).expand(rows_RD.shape)
+
+
+class _Down(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stand_in_RD: Tensor, halves: list[Half]) -> Tensor:
+        half = halves.pop()
+        active_SF = half.ops.swiglu(half.hidden_SF, half.weights_S)
+        output_SD = half.ops.grouped_mm(active_SF, half.down.transpose(1, 2), half.slot_map.offsets_L)
+        del active_SF
+        output_RD = torch.empty(stand_in_RD.shape, dtype=stand_in_RD.dtype, device=stand_in_RD.device)
+        half.ops.gather_sum(output_SD, half.slot_map.slots_RK, output_RD)
+        return output_RD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None  # the first half's backward is that of the whole block
+
+
+def mlp_down(stand_in_RD: Tensor, halves: list[Half]) -> Tensor:
+    """The block's output ``[R, D]`` from what its first half put into ``halves``; the stand-in takes its gradient."""
+    return _Down.apply(stand_in_RD, halves)
 
 
 def mlp_backward(
@@ -90,15 +134,26 @@ def mlp_backward(
     return gate_up_gradient, down_gradient
 
 
-class _ExpertMLP(torch.autograd.Function):
+class _Up(torch.autograd.Function):
+    """The first half of the block, with the gradient of the whole."""
+
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, weights_RK: Tensor, gate_up: Tensor, down: Tensor, slot_map: SlotMap, ops: OpSet
+        ctx: Any,
+        rows_RD: Tensor,
+        weights_RK: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        slot_map: SlotMap,
+        ops: OpSet,
+        keep: Keep,
+        halves: list[Half],
     ) -> Tensor:
-        output_RD, hidden_SF, weights_S = mlp_forward(ops, rows_RD, weights_RK, slot_map, gate_up, down)
+        hidden_SF, weights_S = keep(lambda: mlp_up(ops, rows_RD, weights_RK, slot_map, gate_up))
         ctx.save_for_backward(rows_RD, hidden_SF, weights_S, gate_up, down)
         ctx.slot_map, ctx.ops, ctx.weights_dtype = slot_map, ops, weights_RK.dtype
-        return output_RD
+        halves.append(Half(hidden_SF, weights_S, down, slot_map, ops))
+        return stand_in(rows_RD)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -118,11 +173,17 @@ class _ExpertMLP(torch.autograd.Function):
             rows_gradient,
             routing_gradient,
         )
-        return rows_gradient, routing_gradient, *weights, None, None
+        return rows_gradient, routing_gradient, *weights, None, None, None, None
 
 
 def expert_mlp(
-    rows_RD: Tensor, weights_RK: Tensor, gate_up: Tensor, down: Tensor, slot_map: SlotMap, ops: OpSet
+    rows_RD: Tensor,
+    weights_RK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    slot_map: SlotMap,
+    ops: OpSet,
+    keep: Keep = keep_nothing,
 ) -> Tensor:
     """Weighted sum over each row's experts: ``out[r] = sum_k weights[r, k] * y_e(rows[r])``.
 
@@ -132,8 +193,11 @@ def expert_mlp(
         gate_up: ``[L, 2F, D]``, gate rows first. down: ``[L, D, F]``. Both in the dtype of the rows.
         slot_map: which slots each row has; slots are sorted by expert.
         ops: operators of the device, from ``ops.get_ops``.
+        keep: makes ``(h, weights)`` by the function it is given, or has them from the forward that is recomputed.
 
     Returns:
         ``[R, D]``, differentiable in the first four. Without slots the weights' gradients are zeros, not None.
     """
-    return _ExpertMLP.apply(rows_RD, weights_RK.contiguous(), gate_up, down, slot_map, ops)
+    halves: list[Half] = []
+    gradient_only = _Up.apply(rows_RD, weights_RK.contiguous(), gate_up, down, slot_map, ops, keep, halves)
+    return mlp_down(gradient_only, halves)

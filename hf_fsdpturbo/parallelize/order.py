@@ -5,7 +5,7 @@ whole model (usually on meta)
   -> context_parallel       sequence cut at the base model's entry, gathered at its exit
   -> shard_experts           experts Shard(0) on ep, forward goes through the dispatcher
   -> fully_shard_experts     their parameters over (efsdp, expert_cp), replicated over edp
-  -> install_routing_tape    activation checkpointing replays routing
+  -> install_recompute       activation checkpointing replays routing, and keeps what is asked
   -> compute_as_autocast     bf16 runs: autocast round the model, as plain Trainer has it
   -> outer_fully_shard       every decoder layer and the root over all ranks, the experts left out
   -> check_ownership         every parameter is managed once
@@ -24,7 +24,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from hf_fsdpturbo.context_parallel.exactness import check_model as check_context_parallel
 from hf_fsdpturbo.context_parallel.install import install as install_context_parallel
-from hf_fsdpturbo.dispatch.recompute import install_routing_tape
 from hf_fsdpturbo.kernels.apply import KernelReport, apply_kernels
 from hf_fsdpturbo.loading.heads import FRESH_HEADS
 from hf_fsdpturbo.model_spec import find_experts
@@ -33,6 +32,7 @@ from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize.autocast import compute_as_autocast, compute_rows_in, float32_parameters
 from hf_fsdpturbo.parallelize.fused_experts import dispatcher_alone, route_in_one_process
 from hf_fsdpturbo.parallelize.ignored_modules import check_patterns, ignored_parameters
+from hf_fsdpturbo.parallelize.kept_activations import install_recompute
 from hf_fsdpturbo.parallelize.routed_experts import expert_options, route_experts
 from hf_fsdpturbo.sharding import fsdp_turbo
 from hf_fsdpturbo.sharding.expert_fsdp import check_expert_shards
@@ -179,7 +179,7 @@ def parallelize_model(
             if experts.gradient_divisor is not None:
                 unmanaged.update(module.parameters())
             unmanaged |= shared_by_experts(module)
-        install_routing_tape(model, counts)
+        report.notes += install_recompute(model, args, state.topology, counts, params.ep_dispatcher)
     ignored = _parameters(model, counts)
     report.num_experts = max(counts.values(), default=0)
     report.expert_modules, report.ignored_parameters = len(counts), len(ignored)
@@ -239,7 +239,7 @@ def prepare_one_process(model: PreTrainedModel, args: FSDPTurboArguments, topolo
     routed = route_in_one_process(model, dispatcher)
     report.fused_alone = len(routed.names)
     report.notes += [*filter(None, [note]), *routed.lines(dispatcher)]
-    install_routing_tape(model, routed.names)
+    report.notes += install_recompute(model, args, topology, routed.names, dispatcher)
     return report
 
 

@@ -6,9 +6,12 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device: the same runs on CPU in tests/unit/test_fused_experts.py", allow_module_level=True)
 
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hf_fsdpturbo import enable_fused_experts
+from hf_fsdpturbo.dispatch import kept_attention
+from hf_fsdpturbo.dispatch.recompute import install_routing_tape, keep_or_make
 
 IDS = torch.randint(3, 384, (4, 64), generator=torch.Generator().manual_seed(1))
 PLAIN = "eager"  # experts of linear layers, which autocast reaches
@@ -59,6 +62,29 @@ def test_recompute_equals_the_forward():
     ours, again = model(None), model(None)
     again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert far(gradients(again), gradients(ours)) < 1e-3
+
+
+@pytest.mark.parametrize("backend", ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"])
+def test_selective_recompute_runs_no_attention_again(backend, monkeypatch):
+    asked, made = [], []
+
+    def counted(make):
+        def once():
+            made.append(1)
+            return make()
+
+        asked.append(1)
+        return keep_or_make(once)
+
+    monkeypatch.setattr(kept_attention, "keep_or_make", counted)
+    ours, again = model(None), model(None)
+    install_routing_tape(again, keeps=True)
+    assert kept_attention.keep_attention(again) == ({"sdpa"}, set())
+    again.activation_checkpointing_enable({"use_reentrant": False})
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        assert far(gradients(again), gradients(ours)) < 1e-3
+    assert len(made) == 2 * 2, "a layer and micro-batch"
+    assert len(asked) == 2 * len(made), "the recompute asked too"
 
 
 def test_generation_after_fused_steps_sees_the_new_weights():

@@ -134,6 +134,14 @@ REPLACED = (
         "gradient_checkpointing_kwargs may hold functions",
     ),
     Row(
+        "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
+        "replace",
+        ("context_parallel/ulysses.py", "dispatch/kept_attention.py"),
+        "recompute=selective wraps the functions that models call now, for the life of the process; inert for others",
+        "test_selective_recompute.py::test_attention_calls",
+        "Transformers keeps what checkpointed layers compute by a policy",
+    ),
+    Row(
         "torch.topk",
         "replace",
         ("dispatch/recompute.py",),
@@ -287,6 +295,7 @@ SET = (
         (
             "context_parallel/exactness.py",
             "context_parallel/install.py",
+            "dispatch/kept_attention.py",
             "packing/prepared_masks.py",
             "trainer/reference.py",
         ),
@@ -400,6 +409,14 @@ READ = (
         "the bound gather that Trainer keeps: set again when gather is replaced",
         f"{ACCELERATE}::test_callers_look_gather_up_on_the_accelerator",
         "Trainer asks the accelerator at each call",
+    ),
+    Row(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "read",
+        ("dispatch/kept_attention.py",),
+        "sees the one operator that computes attention, while Transformers' attention function runs",
+        "test_selective_recompute.py::test_attention_calls",
+        "it has a public name",
     ),
     Row(
         "transformers.utils.loading_report.LoadStateDictInfo",

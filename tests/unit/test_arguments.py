@@ -274,6 +274,37 @@ def test_optim_implementation_comes_from_every_source_and_fits_optim(build, acce
     assert build(optim="sgd", optim_implementation="auto").optim_implementation == "auto"
 
 
+@pytest.mark.parametrize("value", ["some", True, 1, "", "Full"])
+def test_recompute_has_two_values(build, value):
+    raises_naming(lambda: build(recompute=value), "recompute", repr(value), "full", "selective")
+
+
+def test_recompute_comes_from_every_source(build, accelerate_yaml, monkeypatch):
+    assert build().recompute == "full"
+    accelerate_yaml({"recompute": "selective"})
+    assert build().recompute == "selective"
+    assert build(recompute="full").recompute == "full"
+    monkeypatch.setenv("FSDPTURBO_RECOMPUTE", "full")
+    assert build().recompute == "full"
+    (parsed,) = HfArgumentParser(FSDPTurboTrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", "x", "--use_cpu", "true", "--recompute", "selective"]
+    )
+    assert parsed.recompute == "selective"
+    assert dataclasses.replace(parsed).recompute == "selective"
+
+
+def test_recompute_without_checkpointing_is_said(build, caplog):
+    build(recompute="selective", activation_checkpointing=True)
+    assert "recompute" not in caplog.text
+    build(recompute="selective")
+    assert "recompute='selective' has no effect without activation_checkpointing" in caplog.text
+
+
+def test_recompute_needs_our_own_experts(build):
+    backend = {"name": "fsdpturbo", "ep_backend": "fsdp_turbo"}
+    raises_naming(lambda: build(recompute="selective", dist_config=backend), "recompute", "'selective'", "ep_backend")
+
+
 # ---- kernel_config and init_config ----
 
 
