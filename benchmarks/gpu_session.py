@@ -44,28 +44,33 @@ TRAINING = {
     "turbo eager": ("torchrun", ["--mode", "turbo", "--dispatcher", "eager", "--storage", "bfloat16"], 90),
     "turbo auto": ("torchrun", ["--mode", "turbo", "--dispatcher", "auto", "--storage", "bfloat16"], 110),
     "fsdp2": ("accelerate", ["--mode", "fsdp2"], 140),
+    "turbo fused TRL head": (
+        "torchrun", ["--mode", "turbo", "--dispatcher", "fused", "--storage", "bfloat16", "--lm-head", "off"], 110,
+    ),
     "turbo fused fp32": ("torchrun", ["--mode", "turbo", "--dispatcher", "fused", "--storage", "float32"], 110),
     "turbo fused torch-adamw": ("torchrun", ["--mode", "turbo", "--storage", "bfloat16", "--optim", "torch"], 90),
     "turbo fused fp32 torch-adamw": ("torchrun", ["--mode", "turbo", "--storage", "float32", "--optim", "torch"], 110),
 }
 PAIRS = [("turbo fused", "native"), ("turbo eager", "native"), ("turbo domino", "native"), ("turbo auto", "native"),
+         ("turbo fused", "turbo fused TRL head"),
          ("turbo fused fp32", "fsdp2"), ("turbo fused", "turbo fused torch-adamw"),
          ("turbo fused fp32", "turbo fused fp32 torch-adamw"), ("turbo selective", "turbo fused")]  # fmt: skip
 
-# One process: (work, its arguments, rows of it); "today" is the product without our expert block.
+# One process: (work, its arguments, rows of it); "today" is the product without our expert block and LM head.
 ONE_GPU = [
     ("8 layers bf16", ["--layers", "8", "--batch", "4"], "bfloat16",
-     ("trl", "ours", "today", "trl + ours", "auto", "ours torch-adamw")),
+     ("trl", "ours", "today", "trl + ours", "auto", "ours torch-adamw", "ours with TRL head")),
     ("8 layers float32", ["--layers", "8", "--batch", "2"], "float32", ("trl", "ours", "today", "ours torch-adamw")),
     ("16 layers recompute", ["--layers", "16", "--batch", "4", "--checkpointing"], "bfloat16",
      ("trl", "ours", "selective", "today")),
 ]  # fmt: skip
 ONE_GPU_ROWS = {
     "trl": ["--mode", "trl"],
-    "today": ["--mode", "turbo", "--ep", "1", "--dispatcher", "eager", "--optim", "torch"],
+    "today": ["--mode", "turbo", "--ep", "1", "--dispatcher", "eager", "--optim", "torch", "--lm-head", "off"],
     "ours": ["--mode", "turbo", "--ep", "1", "--dispatcher", "fused"],
     "ours torch-adamw": ["--mode", "turbo", "--ep", "1", "--dispatcher", "fused", "--optim", "torch"],
     "selective": ["--mode", "turbo", "--ep", "1", "--dispatcher", "fused", "--recompute", "selective"],
+    "ours with TRL head": ["--mode", "turbo", "--ep", "1", "--dispatcher", "fused", "--lm-head", "off"],
     "auto": ["--mode", "turbo", "--ep", "1", "--dispatcher", "auto"],
     "trl + ours": ["--mode", "trl", "--fused-experts"],
 }
@@ -183,6 +188,9 @@ def one_gpu(session):
     a, module, found = session.a, "benchmarks.train_throughput", {}
     results = session.out / "one_gpu.jsonl"
     results.unlink(missing_ok=True)
+    tiny = ["--tiny"] if a.tiny else []
+    head = [*session.python("benchmarks.lm_head"), *tiny, "--out", str(session.out / "lm_head.json")]
+    session.step("lm head", head, 60, tail=5)
     scratch = Path(tempfile.mkdtemp(prefix="checkpoints_"))
     for work, extra, storage, rows in ONE_GPU:
         if a.tiny:
@@ -278,7 +286,7 @@ def main():
     session.step("adamw kernel", adamw, 90, tail=60)
     exchange = [*session.torchrun("benchmarks.moe_exchange"), *tiny, "--out", str(session.out / "moe_exchange.json")]
     session.step("moe exchange", exchange, 120)
-    files = [str(ROOT / f"tests/device/test_{name}_cuda.py") for name in ("ops", "adamw")]
+    files = [str(ROOT / f"tests/device/test_{name}_cuda.py") for name in ("ops", "adamw", "lm_head")]
     tests = [*session.python("pytest"), "-q", "-x", "-p", "no:cacheprovider", "--noconftest", *files]
     session.step("device tests", tests, 120, tail=6)
     results = train(session)

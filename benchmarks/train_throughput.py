@@ -38,6 +38,7 @@ def arguments():
     parser.add_argument("--dispatcher", default="fused", help="turbo only")
     parser.add_argument("--storage", default="auto", help="turbo and trl: dtype of the weights")
     parser.add_argument("--optim", default="auto", help="turbo only: optim_implementation (torch: none of ours)")
+    parser.add_argument("--lm-head", choices=["auto", "on", "off"], default="auto", help="turbo only: ours, or TRL's")
     parser.add_argument("--fused-experts", action="store_true", help="trl only: our expert block by one line")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
     parser.add_argument("--recompute", default="full", help="turbo only, with --checkpointing: full or selective")
@@ -135,6 +136,7 @@ KINDS = [
     ("exchange and FSDP collectives", ("nccl",)),
     ("our index, copy and SwiGLU kernels", ("_scatter_kernel", "_gather_sum_kernel", "_swiglu", "_count_kernel",
                                            "_place_kernel", "_start_kernel", "_slot_kernel", "_write_pairs")),
+    ("our LM head's kernel", ("_cross_entropy_kernel",)),
     ("attention", ("flash", "fmha", "sdpa", "attention")),
     ("grouped matmul", ("grouped", "GroupProblemShape", "PtrArray")),
     ("dense matmul", ("gemm", "cutlass", "nvjet", "cublas")),
@@ -189,6 +191,8 @@ def make_trainer(a, config, meter, world):
 
         params = dict(ep_size=a.ep, ep_dispatcher=a.dispatcher, param_storage_dtype=a.storage)
         common |= dict(optim_implementation=a.optim, recompute=a.recompute)
+        rehearsed = a.tiny and a.lm_head == "auto"  # which is TRL's on CPU
+        common["fused_linear_cross_entropy"] = "on" if rehearsed else a.lm_head
         args = FSDPTurboSFTConfig(**common, model_init_kwargs=init, dist_config=dict(name="fsdpturbo", **params))
         return FSDPTurboSFTTrainer(model=a.checkpoint, args=args, **data)
     if a.mode == "fsdp2":
@@ -236,6 +240,7 @@ def main():
             mode=a.mode, dispatcher=a.dispatcher if a.mode == "turbo" else "-", storage=a.storage, layers=a.layers,
             checkpointing=a.checkpointing, recompute=a.recompute if a.checkpointing else "-", liger=a.liger,
             world=world, ep=a.ep, optim=a.optim,
+            lm_head=a.lm_head if a.mode == "turbo" else "-",
             ms_step=round(meter.seconds * 1e3, 1), tokens_s_gpu=round(rate),
             peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1) if ON_GPU else None,
             mfu=round(rate * flops_per_token(config, a.sequence) / PEAK_FLOPS, 4),

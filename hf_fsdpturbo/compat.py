@@ -125,6 +125,11 @@ def has_force_sum_reduction() -> bool:
     return torch_release() >= (2, 8)
 
 
+def has_wide_addmm() -> bool:
+    """Whether ``torch.addmm`` takes ``out_dtype`` (CUDA). Goes when the floor is torch 2.8."""
+    return torch_release() >= (2, 8)
+
+
 def has_mesh_concatenate() -> bool:
     """Whether DeviceMesh has ``_concatenate``; the mesh for edp > 1 with cp > 1 needs it. Goes at floor 2.10."""
     return torch_release() >= (2, 10)

@@ -65,10 +65,12 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "check_loading": "sample",
     "optim_implementation": "auto",
     "recompute": "full",
+    "fused_linear_cross_entropy": "auto",
 }
 CHECK_LOADING = ("sample", "full", "off")
 OPTIM_IMPLEMENTATIONS = ("auto", "fsdpturbo", "torch")
 RECOMPUTE = ("full", "selective")
+FUSED_HEAD = ("auto", "on", "off")
 # Sizes that shrink to this when one process runs a file written for many.
 ONE_PROCESS: dict[str, int | None] = {
     "dist_config.ep_size": 1,
@@ -211,6 +213,8 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"optim_implementation must be one of {valid}, but it is {kind!r}. Correct it.")
     if (kept := values.get("recompute", "full")) not in RECOMPUTE:
         raise ValueError(f"recompute must be one of {list(RECOMPUTE)}, but it is {kept!r}. Correct it.")
+    if (name := "fused_linear_cross_entropy") in values:
+        values[name] = _fused_head(values[name])
     dist = parse_mapping("dist_config", values.pop("dist_config")) if "dist_config" in values else {}
     check_dist_keys(dist)
     for name in SHORTHAND:
@@ -240,6 +244,20 @@ def _check_loading(value: Any) -> str:
     if mode not in CHECK_LOADING:
         raise ValueError(f"check_loading must be one of {list(CHECK_LOADING)}, but it is {value!r}. Correct it.")
     return mode
+
+
+def _fused_head(value: Any) -> str:
+    """The setting; False and True are ``off`` and ``on``, which YAML reads so.
+
+    Raises:
+        ValueError: not one of the settings.
+    """
+    setting = {False: "off", True: "on"}[value] if isinstance(value, bool) else value
+    if setting not in FUSED_HEAD:
+        raise ValueError(
+            f"fused_linear_cross_entropy must be one of {list(FUSED_HEAD)}, but it is {value!r}. Correct it."
+        )
+    return str(setting)
 
 
 def reduce_to_one_process(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:

@@ -127,6 +127,10 @@ class FSDPTurboArguments:
         default=UnsetStr("full"),
         metadata={"help": "With activation_checkpointing: full, or selective, which keeps what is dear to compute."},
     )
+    fused_linear_cross_entropy: str = field(
+        default=UnsetStr("auto"),
+        metadata={"help": "SFT: gradients of the LM head in its forward: auto (on an accelerator), on or off."},
+    )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings
         use_cpu: bool = field(default=False, init=False)

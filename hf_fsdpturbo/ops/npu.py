@@ -18,7 +18,9 @@ from hf_fsdpturbo.compat import require
 from hf_fsdpturbo.ops.torch import (
     accumulation_dtype,
     adamw_,
+    add_product_,
     count_routing,
+    cross_entropy_,
     scale_,
     slot_pairs,
     square_sum,
@@ -28,8 +30,10 @@ from hf_fsdpturbo.ops.torch import (
 
 __all__ = [
     "adamw_",
+    "add_product_",
     "alltoallv_grouped_mm",
     "count_routing",
+    "cross_entropy_",
     "device_name",
     "gather_sum",
     "grouped_mm",

@@ -41,6 +41,21 @@ class Routing:
     totals_X: Tensor
 
 
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does with the product of hidden states and head: ``cap * tanh(scale * y / cap) / temperature``.
+
+    Attributes:
+        scale: factor of the product.
+        softcap: None for no cap.
+        temperature: what the result is divided by.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+
 class OpSet(Protocol):
     """What each device file provides."""
 
@@ -119,6 +134,24 @@ class OpSet(Protocol):
             tensors: none of them empty.
             numbers: hyperparameters at this step.
             factor: float32 scalar on any device that multiplies gradients as they are read; they stay as they are.
+        """
+
+    def cross_entropy_(
+        self, logits_NV: Tensor, targets_N: Tensor, transform: LogitTransform
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Overwrite ``logits`` (the plain product) by the gradient of ``sum(log_probs)`` with respect to it.
+
+        Rows of ``logits`` may be further apart than V.
+
+        Returns:
+            for each row ``(log-probability of its target, entropy, whether the target is the first of the largest)``;
+            float32 (float64 for float64), float32, bool.
+        """
+
+    def add_product_(self, sum_AB: Tensor, left_AN: Tensor, right_NB: Tensor, *, fresh: bool = False) -> None:
+        """``sum += left @ right``, added up in the dtype of ``sum``, which may be wider than that of the factors.
+
+        ``fresh``: what ``sum`` held counts as zero, whatever it was.
         """
 
 

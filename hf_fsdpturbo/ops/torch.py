@@ -10,12 +10,14 @@ from torch import Tensor
 
 from hf_fsdpturbo import compat
 from hf_fsdpturbo.ops.adamw import adamw_, square_sum
-from hf_fsdpturbo.ops.table import Routing
+from hf_fsdpturbo.ops.table import LogitTransform, Routing
 
 __all__ = [
     "accumulation_dtype",
     "adamw_",
+    "add_product_",
     "count_routing",
+    "cross_entropy_",
     "gather_sum",
     "grouped_mm",
     "scale_",
@@ -27,6 +29,8 @@ __all__ = [
     "swiglu_backward",
     "write_pairs",
 ]
+
+_LOGITS_AT_ONCE = 2**22  # 16 MiB a tensor in float32: a few of them fit a CPU's cache, or little of an NPU's memory
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -167,3 +171,40 @@ def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
     if tensors:
         torch._foreach_mul_(tensors, factor.to(tensors[0].device))
+
+
+def cross_entropy_(logits_NV: Tensor, targets_N: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
+    rows = max(1, _LOGITS_AT_ONCE // max(1, logits_NV.shape[1]))
+    parts = zip(logits_NV.split(rows), targets_N.split(rows), strict=True)
+    found = [_cross_entropy_rows_(*part, transform) for part in parts]
+    log_probs, entropy, is_top1 = (torch.cat(each) for each in zip(*found, strict=True))
+    return log_probs, entropy, is_top1
+
+
+def _cross_entropy_rows_(
+    logits_NV: Tensor, targets_N: Tensor, transform: LogitTransform
+) -> tuple[Tensor, Tensor, Tensor]:
+    z_NV = logits_NV.to(accumulation_dtype(logits_NV.dtype)) * transform.scale
+    tanh_NV = None
+    if transform.softcap is not None:
+        tanh_NV = torch.tanh(z_NV / transform.softcap)
+        z_NV = tanh_NV * transform.softcap
+    if transform.temperature != 1:
+        z_NV = z_NV / transform.temperature
+    targets_N1 = targets_N.unsqueeze(1)
+    is_top1_N = z_NV.argmax(1) == targets_N  # argmax gives the first of equals
+    log_p_NV = z_NV.log_softmax(1)
+    log_probs_N = log_p_NV.gather(1, targets_N1).squeeze(1)
+    p_NV = log_p_NV.exp()
+    entropy_N = -(p_NV * log_p_NV).sum(1)
+    gradient_NV = p_NV.neg_().scatter_add_(1, targets_N1, torch.ones_like(targets_N1, dtype=p_NV.dtype))
+    if tanh_NV is not None:
+        gradient_NV *= 1 - tanh_NV**2
+    logits_NV.copy_(gradient_NV * (transform.scale / transform.temperature))
+    return log_probs_N, entropy_N, is_top1_N
+
+
+def add_product_(sum_AB: Tensor, left_AN: Tensor, right_NB: Tensor, *, fresh: bool = False) -> None:
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`. With ``beta`` 0 torch does not read what is there, NaN included."""
+    sum_AB.addmm_(left_AN.to(sum_AB.dtype), right_NB.to(sum_AB.dtype), beta=0 if fresh else 1)

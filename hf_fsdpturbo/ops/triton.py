@@ -1,6 +1,6 @@
 """The operators for CUDA: Triton kernels for index work, copies and SwiGLU, torch's grouped matmul for the rest.
 
-It and ``triton_adamw.py`` alone import triton. No autotuning: block sizes follow from shapes, so the first step
+The ``triton_*.py`` files and it alone import triton. No autotuning: block sizes follow from shapes, so the first step
 compiles each kernel once. Runs under ``TRITON_INTERPRET=1`` with CPU tensors, which is how the unit tests check it.
 
 Letters as in ``ops/table.py``; NB blocks of TB tokens in the counting sort.
@@ -17,10 +17,13 @@ from torch import Tensor
 from hf_fsdpturbo.ops.table import Routing
 from hf_fsdpturbo.ops.torch import grouped_mm, supports
 from hf_fsdpturbo.ops.triton_adamw import adamw_, square_sum
+from hf_fsdpturbo.ops.triton_cross_entropy import add_product_, cross_entropy_
 
 __all__ = [
     "adamw_",
+    "add_product_",
     "count_routing",
+    "cross_entropy_",
     "gather_sum",
     "grouped_mm",
     "scale_",

@@ -48,10 +48,11 @@ class Adapter:
     Args:
         config: what to add; None adds nothing.
         model: the model that was given, if it was an object.
+        head_unit: as ``parallelize_model`` has it; not with an adapter, which may sit on the head.
     """
 
-    def __init__(self, config: Any, model: Any = None) -> None:
-        self.config = config
+    def __init__(self, config: Any, model: Any = None, *, head_unit: bool = False) -> None:
+        self.config, self.head_unit = config, head_unit
         self.peft_model: Any = model if is_peft(model) else None
         self.on_meta = False
         self.show: Callable[[], None] = lambda: None
@@ -74,7 +75,8 @@ class Adapter:
             raise ValueError(
                 f"ep_backend={args.fsdpturbo_params.ep_backend!r} does not take LoRA. Set ep_backend to 'torch'."
             )
-        model, report = parallelize_model(model, args, state)
+        head_unit = self.head_unit and self.peft_model is None
+        model, report = parallelize_model(model, args, state, head_unit=head_unit)
         if self.peft_model is not None:
             self.frozen = [(m, n) for m in model.modules() for n, p in m._parameters.items() if _is_frozen(p)]
             self.show = hide(model)
@@ -106,6 +108,7 @@ def build_model(
     defaults: dict[str, Any] | None = None,
     use_dcp_path: bool = True,
     peft_config: Any = None,
+    head_unit: bool = False,
 ) -> tuple[Any, ShardingReport]:
     """Load a model from a path, every rank its own slices; in one process, load it whole.
 
@@ -129,7 +132,7 @@ def build_model(
         model = load_whole(path, build, **kwargs)
         return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     check_gradient_scale(state, fsdp_options(config))
-    adapter, device = Adapter(peft_config), shard_device(config)
+    adapter, device = Adapter(peft_config, head_unit=head_unit), shard_device(config)
     reports: list[ShardingReport] = []
     if config.init_params.name == "init_on_default":
         with raised_on_every_rank(f"loading {path}"):
@@ -179,6 +182,7 @@ def shard_given_model(
     *,
     use_dcp_path: bool = True,
     peft_config: Any = None,
+    head_unit: bool = False,
 ) -> tuple[Any, ShardingReport]:
     """Shard a model object that every rank holds whole, in place; in one process, only convert its dtype.
 
@@ -194,7 +198,7 @@ def shard_given_model(
     if state is None:
         return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     set_seed(cast(Any, config).seed)  # where TRL does it too, before it draws an adapter
-    adapter = Adapter(peft_config, model)
+    adapter = Adapter(peft_config, model, head_unit=head_unit)
     check_same_model(model)
     check_gradient_scale(state, fsdp_options(config))
     base, report = adapter.parallelize(base, config, state)

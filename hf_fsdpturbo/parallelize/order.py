@@ -149,9 +149,11 @@ def nodes_in_words(sizes: Topology, dispatcher: str) -> list[str]:
 
 
 def parallelize_model(
-    model: PreTrainedModel, args: FSDPTurboArguments, state: FSDPTurboParallelState
+    model: PreTrainedModel, args: FSDPTurboArguments, state: FSDPTurboParallelState, *, head_unit: bool = False
 ) -> tuple[PreTrainedModel, ShardingReport]:
     """Shard a model in place, whole on meta or on any device, over the meshes of ``state``.
+
+    ``head_unit``: the LM head may be a unit, since nobody reads its weight outside its forward.
 
     Raises:
         ValueError: sizes that do not fit the model.
@@ -195,6 +197,7 @@ def parallelize_model(
         options=options,
         root_options=_root_options(model, options),
         float32=float32,
+        head_unit=head_unit,
     )
     report.dense_units = len(units.names)
     check_ownership(model, free | unmanaged | units.whole)

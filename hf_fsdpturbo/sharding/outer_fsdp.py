@@ -16,7 +16,8 @@ from hf_fsdpturbo.sharding.unit_dtypes import Group, Split, split_unit
 
 # Note [What stays in the root unit]
 # Embedding, final norm and lm_head stay in the root: TRL's fused LM head reads lm_head.weight directly, and as a unit
-# of its own its gradient would never be reduced (98 % off, silently).
+# of its own its gradient would never be reduced (98 % off, silently). Where ours stands in its place, which calls the
+# head as a module (lm_head/fused_head.py), the head is a unit: gathered and reduced beside the layers' work.
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -82,6 +83,7 @@ def outer_fully_shard(
     options: dict[str, Any],
     root_options: dict[str, Any] | None = None,
     float32: set[nn.Parameter] | None = None,
+    head_unit: bool = False,
 ) -> OuterUnits:
     """Shard everything that is not ignored, layer by layer, then what is left of the root.
 
@@ -93,16 +95,19 @@ def outer_fully_shard(
         root_options: what the root has otherwise.
         float32: parameters that compute in float32 whatever the policy says. Where they are few beside others, small
             ones stay whole on every rank (see unit_dtypes.py), and their gradients must be averaged.
+        head_unit: make the LM head a unit where it can be one; whoever uses its weight calls it as a module.
     """
     copy_large_gradients_by_chunk()
     units = OuterUnits()
     names = {id(module): name for name, module in model.named_modules()}
     head, managed = _head_weight(model), set(ignored)
-    for layer in (*decoder_layers(model), model):
-        # The root's embedding and head are wanted again as soon as backward starts: kept whole until then, as FSDP
-        # does by itself. After a forward without backward, the trainer reshards.
-        root = {"reshard_after_forward": False, **(root_options or {})}
-        own = {**options, **root} if layer is model else options
+    alone = [module for module in [head_alone(model)] if head_unit and module is not None]
+    for layer in (*decoder_layers(model), *alone, model):
+        # The embedding and the head are wanted again as soon as backward starts: kept whole until then, as FSDP does
+        # with the root by itself. After a forward without backward, the trainer reshards.
+        whole = {"reshard_after_forward": False}
+        root = {**whole, **(root_options or {})}
+        own = {**options, **root} if layer is model else {**options, **(whole if layer in alone else {})}
         split = split_unit(layer, [p for p in layer.parameters() if p not in managed], float32 or set(), head)
         units.whole |= split.small
         if split.main:
@@ -114,8 +119,9 @@ def outer_fully_shard(
             units.names.append(names[id(group.block)])
             _keep_class_name(group.block)
         managed.update(layer.parameters())
-    if isinstance(model, FSDPModule):
-        _keep_class_name(model)
+    for module in (*alone, model):
+        if isinstance(module, FSDPModule):
+            _keep_class_name(module)
     return units
 
 
@@ -144,6 +150,17 @@ def _policy(options: dict[str, Any], unit: Split | Group) -> dict[str, Any]:
 def _head_weight(model: nn.Module) -> nn.Parameter | None:
     find = getattr(model, "get_output_embeddings", None)
     return getattr(find() if find is not None else None, "weight", None)
+
+
+def head_alone(model: nn.Module) -> nn.Linear | None:
+    """The LM head if it can be a unit: a plain ``nn.Linear`` outside decoder layers, not (or not yet) tied."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    if type(head) is not nn.Linear or any(head in layer.modules() for layer in decoder_layers(model)):
+        return None
+    places = [name for name, p in model.named_parameters(remove_duplicate=False) if p is head.weight]
+    ties = {name for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for name in pair}
+    return head if len(places) == 1 and not ties & set(places) else None
 
 
 def reshard(model: nn.Module) -> None:

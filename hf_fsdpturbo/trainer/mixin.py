@@ -80,7 +80,7 @@ class FSDPTurboTrainerMixin:
         self.sharding_report = set_up.shard_models()
         with set_up.parent_arguments() as given:
             super().__init__(*given.args, **given.kwargs)
-        set_up.finish(self.model)
+        set_up.finish(self)
 
     # Set-up, called by the parent's __init__
 

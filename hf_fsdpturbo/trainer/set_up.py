@@ -25,6 +25,7 @@ from hf_fsdpturbo.ranks import everyone, rank
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.topology import Topology
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
+from hf_fsdpturbo.trainer.head_choice import HeadChoice
 from hf_fsdpturbo.trainer.reference import add_reference, hash_shards, trainer_functions_replaced
 from hf_fsdpturbo.trainer.refusals import aux_loss_warning, refuse_model, refuse_optimizers, refuse_unsharded
 
@@ -90,6 +91,7 @@ class SetUp:
         refuse_optimizers(given, config.world_size)
         seed = cast(Any, config).seed
         enable_full_determinism(seed) if cast(Any, config).full_determinism else set_seed(seed)
+        self.head = HeadChoice(trainer_class, given)
         self.topology = with_nodes(config.fsdpturbo_topology, config.ranks_per_node)
         self.parallel_state = self._meshes()
         self.peft_model: nn.Module | None = None
@@ -117,11 +119,12 @@ class SetUp:
         add_reference(self.trainer_class, given, config, state)
         model = given.get("model")
         peft_config = None if state is None else given.get("peft_config")
+        more: dict[str, Any] = {"peft_config": peft_config, "head_unit": self.head.is_ours}
         if isinstance(model, str):
             self._keep_revision(model)
-            model, self.report = build_model(self.trainer_class, model, config, state, peft_config=peft_config)
+            model, self.report = build_model(self.trainer_class, model, config, state, **more)
         elif isinstance(model, nn.Module):
-            model, self.report = shard_given_model(model, config, state, peft_config=peft_config)
+            model, self.report = shard_given_model(model, config, state, **more)
         if peft_config is not None:
             self.peft_model, model = model, cast(Any, model).get_base_model()
         given["model"] = model
@@ -155,9 +158,12 @@ class SetUp:
             if hasattr(config, "model_init_kwargs"):
                 config.model_init_kwargs = init_kwargs
 
-    def finish(self, model: nn.Module) -> None:
-        """Warm up communicators and print one summary on rank 0."""
-        config = self.config
+    def finish(self, trainer: Any) -> None:
+        """Put the LM head in, warm up communicators and print one summary on rank 0."""
+        config, model = self.config, trainer.model
+        head = self.head.install(trainer)
+        if self.report is not None and head is not None:
+            self.report.notes.append(head)
         if self.parallel_state is not None:
             refuse_unsharded(model, self.report is not None)
             reshard(model)  # log-probabilities computed ahead have left the root whole

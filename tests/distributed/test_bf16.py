@@ -16,6 +16,7 @@ from tests.support.spawn import run_plain_jobs, run_ranks
 from tests.support.tiny_models import texts
 
 BF16 = {"bf16": True}
+HEAD = {"fused_linear_cross_entropy": "on"}  # "auto" leaves TRL's on CPU
 LOW_RATE = {"learning_rate": 2e-5}
 
 
@@ -69,9 +70,9 @@ def runs(tiny) -> dict[str, Record]:
     ep2 = {"ep_size": 2}
     sharded = {
         "fp32": Run(path, data, {}, ep2, **watch),
-        "bf16": Run(path, data, BF16, ep2, **watch),
+        "bf16": Run(path, data, BF16, {**ep2, **HEAD}, **watch),
         "bf16_ep1": Run(path, data, BF16, {"ep_size": 1}, **watch),
-        "stored": Run(path, data, BF16, {**ep2, "dist_config": {"param_storage_dtype": "bfloat16"}}, **watch),
+        "stored": Run(path, data, BF16, {**ep2, **HEAD, "dist_config": {"param_storage_dtype": "bfloat16"}}, **watch),
         "stored_low": Run(
             path, data, {**BF16, **LOW_RATE}, {**ep2, "dist_config": {"param_storage_dtype": "bfloat16"}}, **watch
         ),
@@ -80,9 +81,11 @@ def runs(tiny) -> dict[str, Record]:
     }
     ours = {**ep2, "optim_implementation": "fsdpturbo"}
     sharded["one pass"] = Run(path, data, BF16, ours, gradients=False, after_train=copies_written)
-    sharded["gpt_oss"] = Run(tiny("gpt_oss", layers=4), data, BF16, ep2)
+    sharded["gpt_oss"] = Run(tiny("gpt_oss", layers=4), data, BF16, {**ep2, **HEAD})
     tied = tiny("qwen3_moe", tie=True)
-    sharded["tied"], sharded["tied_object"] = (Run(tied, data, BF16, ep2, as_object=o) for o in (False, True))
+    sharded["tied"], sharded["tied_object"] = (
+        Run(tied, data, BF16, {**ep2, **HEAD}, as_object=o) for o in (False, True)
+    )
     ep1 = {"bf16_ep1"}
     several = {name: run for name, run in sharded.items() if name not in ep1}
     by_rank = run_ranks(run_turbo_all, 2, list(several.values()), timeout=120)

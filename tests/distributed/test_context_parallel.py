@@ -41,6 +41,11 @@ def shard_the_loss(trainer):
     trainer.cp_sharded_loss = True
 
 
+def with_our_head(run):
+    """``auto`` leaves TRL's on CPU."""
+    return replace(run, turbo={**run.turbo, "fused_linear_cross_entropy": "on"})
+
+
 def check(results):
     for name, (record, reference, yardstick) in results.items():
         comparison = compare(record, reference, yardstick=yardstick)
@@ -54,6 +59,8 @@ def test_sft_equals_one_process(tiny, layout):
     world, cp_size, _ = LAYOUTS[layout]
     which = tuple(ARGS) if layout == "cp2 ep2" else ("padded", "packed")
     runs = runs_of(tiny("qwen3_moe"), layout, which)
+    runs["padded"] = with_our_head(runs["padded"])
+    runs |= {"checkpointed": with_our_head(runs["checkpointed"])} if "checkpointed" in runs else {}
     yardstick = {"padding-free"} & set(runs)  # 9e-6: one row of all samples, so few tokens for some experts
     results = sharded_and_reference(runs, world, cp_size=cp_size, timeout=240, yardstick=yardstick)
     check(results)
@@ -72,8 +79,15 @@ def test_lm_head_on_the_slice_changes_nothing(tiny):
     """cp_sharded_loss: the same as one process, logged metrics included."""
     which = ("padded", "packed", "accumulated")
     runs = runs_of(tiny("qwen3_moe"), "cp4", which, before_train=shard_the_loss)
+    # Only TRL's head rounds as the reference does. A first AdamW step goes by the signs of gradients, also next to
+    # zero: at 1e-3 the gradients of attention's norms are 1.1e-5 off after it, with first gradients 2e-6 off at most.
+    for name in ("padded", "accumulated"):
+        ours = with_our_head(runs[name])
+        runs[f"{name}, our head"] = replace(ours, args={**ours.args, "learning_rate": 1e-4})
     results = sharded_and_reference(runs, 4, cp_size=4, timeout=180)
     check(results)
+    for name in ("padded, our head", "accumulated, our head"):
+        assert compare(*results[name][:2]).worst("gradient 1 ") < 3e-6
     for record, reference, _ in results.values():
         for mine, theirs in zip(record.log_history, reference.log_history, strict=True):
             for name in ("entropy", "mean_token_accuracy", "aux_loss", "num_tokens"):

@@ -115,6 +115,13 @@ def _ranks_read_the_same_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FSDPTurboParallelState, "__init__", rename)
 
 
+def _weight_of_a_head_unit_is_read_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is an FSDP unit, but TRL's own fused head runs, which never calls it: nothing reduces its gradient."""
+    from hf_fsdpturbo.trainer import head_choice
+
+    monkeypatch.setattr(head_choice, "install_fused_head", lambda model: True)
+
+
 # name -> (fault, ranks, layout, further fields of the run)
 FAULTS: dict[str, tuple[Callable, int, dict, dict]] = {
     "b1": (_b1, 2, {"ep_size": 2}, {}),
@@ -125,6 +132,9 @@ FAULTS: dict[str, tuple[Callable, int, dict, dict]] = {
     "thaw": (_experts_thaw, 2, {"ep_size": 2}, {"as_object": True, "prepare": freeze_experts}),
     "unsorted": (_no_sorting_back, 2, {"ep_size": 2}, {}),
     "output_dim": (_efsdp_cuts_the_output_dim, 4, {"ep_size": 2, "check_loading": "off"}, {}),
+    "head_unit": (
+        _weight_of_a_head_unit_is_read_outside, 2, {"ep_size": 2, "fused_linear_cross_entropy": "on"}, {}
+    ),
     "same_data": (_ranks_read_the_same_data, 2, {"ep_size": 2}, {}),
 }
 

@@ -64,7 +64,8 @@ RUNS: dict[str, tuple[int, dict, dict[str, tuple[str, dict, dict, dict]]]] = {
     ),
     "hsdp2_ep2": (4, HSDP, {"sft": ("sft", {}, {}, {})}),
 }
-MORE_TURBO = {"fused": {"ep_dispatcher": "fused"}}
+HEAD = {"fused_linear_cross_entropy": "on"}  # its head is frozen
+MORE_TURBO = {"fused": {"ep_dispatcher": "fused", **HEAD}, "one_expert": HEAD}
 CASES = [(layout, name) for layout, (_, _, runs) in RUNS.items() for name in runs]
 
 

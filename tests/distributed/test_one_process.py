@@ -23,8 +23,11 @@ from tests.support.spawn import init_gloo, run_plain, run_plain_jobs, run_ranks
 from tests.support.tiny_models import texts
 
 RECOMPUTE = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-FLOAT32 = "accumulated recompute unclipped auto adapters object trainer dpo reward linear".split()
+FLOAT32 = "accumulated recompute unclipped auto adapters object trainer dpo reward linear tied capped".split()
 FLOAT32 += ["one pass", "one pass, looked at", "one pass, unclipped"]
+HEAD = {"fused_linear_cross_entropy": "on"}
+OUR_HEAD = "accumulated recompute adapters object linear tied capped".split()
+CAPPED = {"final_logit_softcapping": 0.5, "logit_scale": 1.7}  # TRL's head reads them of any config
 ILL_CONDITIONED = ("linear",)  # its decay rates
 
 
@@ -68,6 +71,7 @@ def block_at_work(trainer: Any) -> dict[str, Any]:
     forwards = [m.forward for m in trainer.model.modules() if isinstance(vars(m).get("forward"), FusedForward)]
     return {
         "blocks": len(forwards),
+        "head": "LM head: gradients in its forward" in trainer.sharding_report.notes,
         "copies": sum(forward.copies.nbytes() for forward in forwards),
         "norms": {name: float(value) for name, value in (trainer.last_group_norms or {}).items()},
         "stored": {str(parameter.dtype) for parameter in trainer.model.parameters()},
@@ -77,20 +81,23 @@ def block_at_work(trainer: Any) -> dict[str, Any]:
 def runs_of(tiny: Any) -> dict[str, Run]:
     path, data = tiny("qwen3_moe"), {"text": texts(24)}
     ours: dict[str, Any] = {"turbo": {"ep_dispatcher": "fused"}, "after_train": block_at_work}
+    both = {**ours, "turbo": {"ep_dispatcher": "fused", **HEAD}}
     bf16 = {"bf16": True, "gradient_accumulation_steps": 2, "optim": "adamw_torch_fused"}
     return {
-        "accumulated": Run(path, data, {"gradient_accumulation_steps": 2}, **ours),
-        "recompute": Run(path, data, RECOMPUTE, **ours),
+        "accumulated": Run(path, data, {"gradient_accumulation_steps": 2}, **both),
+        "recompute": Run(path, data, RECOMPUTE, **both),
         "unclipped": Run(path, data, {"max_grad_norm": 0.0}, **ours),
         "auto": Run(path, data, turbo={"ep_dispatcher": "auto"}, after_train=block_at_work),
-        "adapters": Run(path, data, trainer_kwargs={"peft_config": lora(init_lora_weights=False)}, **ours),
-        "object": Run(path, data, as_object=True, **ours),
+        "adapters": Run(path, data, trainer_kwargs={"peft_config": lora(init_lora_weights=False)}, **both),
+        "object": Run(path, data, as_object=True, **both),
         "trainer": Run(path, data, trainer="plain", **ours),
         "dpo": Run(path, pairs(8), {"max_steps": 2}, trainer="dpo", **ours),
         "reward": Run(path, pairs(8), {"max_steps": 2, "learning_rate": 1e-4}, trainer="reward", **ours),
-        "linear": Run(tiny("qwen3_5_moe", layers=4), data, {"learning_rate": 1e-4}, **ours),
-        "bf16": Run(path, data, bf16, **ours),
-        "bf16 recompute": Run(path, data, {**bf16, **RECOMPUTE}, **ours),
+        "linear": Run(tiny("qwen3_5_moe", layers=4), data, {"learning_rate": 1e-4}, **both),
+        "tied": Run(tiny("qwen3_moe", tie=True), data, **both),
+        "capped": Run(tiny("qwen3_moe", **CAPPED), data, {"gradient_accumulation_steps": 2}, **both),
+        "bf16": Run(path, data, bf16, **both),
+        "bf16 recompute": Run(path, data, {**bf16, **RECOMPUTE}, **both),
         "one pass": Run(path, data, ONE_PASS, OURS, gradients=False, after_train=written_copies),
         "one pass, looked at": Run(path, data, ONE_PASS, OURS, after_train=written_copies),
         "one pass, unclipped": Run(
@@ -130,6 +137,15 @@ def test_float32_equals_plain(records, name):
     assert comparison, comparison.report
     assert record.extra["after"]["blocks"] == (4 if name == "linear" else 2)
     assert record.extra["after"]["norms"]["total"] == record.grad_norms[-1], "the norm is ours"
+
+
+@pytest.mark.parametrize("name", OUR_HEAD)
+def test_the_heads_metrics_are_trls(records, name):
+    record, reference = records[name]
+    assert record.extra["after"]["head"]
+    for mine, theirs in zip(record.log_history, reference.log_history, strict=True):
+        for metric in {"entropy", "mean_token_accuracy", "aux_loss", "num_tokens"} & theirs.keys():
+            assert mine[metric] == pytest.approx(theirs[metric], rel=1e-5), metric
 
 
 @pytest.mark.parametrize("name", ["accumulated", "unclipped", "recompute"])

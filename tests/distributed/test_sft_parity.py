@@ -19,6 +19,8 @@ from tests.support.tiny_models import VOCAB_SIZE, texts
 ACCUMULATE = {"gradient_accumulation_steps": 2}
 RECOMPUTE = {"gradient_checkpointing": True}
 PACK = {"packing": True, "max_length": 32}
+HEAD = {"fused_linear_cross_entropy": "on"}  # "auto" leaves TRL's on CPU, as these run it
+TRLS_HEAD = {"full_logits", "unclipped", "padding_free", "mixtral", "gpt_oss"}
 PADDING_FREE = {"padding_free": True, "max_length": None, "per_device_train_batch_size": 3}
 
 # layout -> (ranks, hf_fsdpturbo fields)
@@ -45,6 +47,7 @@ RUNS: dict[str, dict[str, tuple[str, dict, dict]]] = {
         "unclipped": ("qwen3_moe", {"max_grad_norm": 0.0}, {}),
         "kept_whole": ("qwen3_moe", ACCUMULATE, {}),
         "one_pass": ("qwen3_moe", {**ACCUMULATE, "weight_decay": 0.1}, {}),
+        "tied_capped": ("qwen3_moe", ACCUMULATE, {"tie": True, "final_logit_softcapping": 0.5, "logit_scale": 1.7}),
         "qwen3_5": ("qwen3_5_moe", {}, {"layers": 4}),
         "qwen3_5_accumulation_recompute": QWEN3_5,
         "full_logits": ("qwen3_moe", {"label_smoothing_factor": 0.1}, {}),
@@ -122,6 +125,12 @@ def optimizer_of(trainer) -> tuple[str, bool]:
     return type(optimizer).__module__, getattr(optimizer, "gradient_factor", None) is not None
 
 
+def head_is_a_unit(trainer) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(trainer.model.lm_head, FSDPModule)
+
+
 MORE_RUN = {
     "copied_by_chunk": {"before_train": count_chunk_copies, "after_train": chunk_copies},
     "two_stages": {"after_train": nodes_of_exchange},
@@ -151,7 +160,11 @@ def outcome(tiny):
         data = {"text": texts(48)}
         runs = {
             name: Run(
-                tiny(kind, **config), data, args, {**turbo, **MORE_TURBO.get(name, {})}, **MORE_RUN.get(name, {})
+                tiny(kind, **config),
+                data,
+                args,
+                {**turbo, **({} if name in TRLS_HEAD else HEAD), **MORE_TURBO.get(name, {})},
+                **MORE_RUN.get(name, {"after_train": head_is_a_unit}),
             )
             for name, (kind, args, config) in RUNS[layout].items()
         }
@@ -205,7 +218,13 @@ def test_the_exchange_had_two_stages(outcome):
     assert record.extra["after"] == 2
 
 
+@pytest.mark.parametrize(("layout", "run"), [case for case in CASES if case[1] not in MORE_RUN])
+def test_the_head_is_a_unit_where_it_is_ours_and_not_tied(outcome, layout: str, run: str):
+    record, _, _ = outcome(layout)[run]
+    assert record.extra["after"] == (run not in TRLS_HEAD and "tied" not in run)
+
+
 def test_every_unit_was_copied_by_chunk(outcome):
-    """Not vacuous: each micro-batch reduces two layers, their experts and the root, all of them by copies."""
+    """Not vacuous: each micro-batch reduces two layers, their experts, head and root, all of them by copies."""
     record, _, _ = outcome("ep2_efsdp2")["copied_by_chunk"]
-    assert record.extra["after"] >= 3 * 2 * 5
+    assert record.extra["after"] >= 3 * 2 * 6

@@ -305,6 +305,24 @@ def test_recompute_needs_our_own_experts(build):
     raises_naming(lambda: build(recompute="selective", dist_config=backend), "recompute", "'selective'", "ep_backend")
 
 
+@pytest.mark.parametrize("value", ["fused", 1, "", "true"])
+def test_fused_linear_cross_entropy_has_three_values(build, value):
+    raises_naming(
+        lambda: build(fused_linear_cross_entropy=value), "fused_linear_cross_entropy", repr(value), "auto", "on", "off"
+    )
+
+
+def test_fused_linear_cross_entropy_comes_from_every_source(build, accelerate_yaml, monkeypatch):
+    """YAML reads a bare on as true."""
+    assert build().fused_linear_cross_entropy == "auto"
+    accelerate_yaml({"fused_linear_cross_entropy": True})
+    assert build().fused_linear_cross_entropy == "on"
+    monkeypatch.setenv("FSDPTURBO_FUSED_LINEAR_CROSS_ENTROPY", "off")
+    assert build().fused_linear_cross_entropy == "off"
+    args = build(fused_linear_cross_entropy="auto")
+    assert dataclasses.replace(args).fused_linear_cross_entropy == "auto"
+
+
 # ---- kernel_config and init_config ----
 
 

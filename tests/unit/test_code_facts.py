@@ -20,6 +20,7 @@ from hf_fsdpturbo.context_parallel.local_attention import EAGER
 from hf_fsdpturbo.context_parallel.sharded_head import install_sharded_head
 from hf_fsdpturbo.dispatch.recompute import find_routers
 from hf_fsdpturbo.kernels.rebinding import CONV, RECURRENT, ROTARY, RULE, linear_attention_layers, scope_of
+from hf_fsdpturbo.lm_head import install_fused_head
 from hf_fsdpturbo.packing.prepared_masks import _keywords_given, masks_ignore_documents
 from hf_fsdpturbo.packing.text_models import text_models
 from tests.support.tiny_models import tiny_config
@@ -226,3 +227,20 @@ def test_the_fused_head_behind_a_decorator():
     model.forward = hiding(fused)
     with pytest.raises(HiddenCode, match="fused LM head"):
         install_sharded_head(model)
+
+
+def test_a_forward_without_the_fused_head_is_left_alone():
+    """Ours is put where TRL's is, on the instance, also behind a decorator that says what it wraps."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = on_meta("qwen3_moe")
+    assert not install_fused_head(model)
+    assert "forward" not in vars(model)
+    add_fused_lm_head(model)
+    model.forward = telling(model.forward)
+    theirs = model.forward
+    assert install_fused_head(model)
+    assert model.forward.__wrapped__ is theirs
+    model.forward = hiding(theirs)
+    with pytest.raises(HiddenCode, match="fused LM head"):
+        install_fused_head(model)

@@ -21,7 +21,7 @@ OWNERS: dict[str, list[str]] = {
     "liger_kernel": ["kernels/liger.py"],
     "peft": ["lora/adapter.py"],
     "torch_npu": ["ops/npu.py"],
-    "triton": ["ops/triton.py", "ops/triton_adamw.py"],
+    "triton": ["ops/triton.py", "ops/triton_adamw.py", "ops/triton_cross_entropy.py"],
     "causal_conv1d": [],
     "deepspeed": [],
     "flash_attn": [],

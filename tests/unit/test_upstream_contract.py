@@ -378,6 +378,40 @@ def test_fused_head_reads_lm_head_directly():
     assert hasattr(utils, "add_fused_lm_head")
 
 
+def test_the_fused_head_calls_globals_that_a_copy_may_have_otherwise():
+    """lm_head/fused_head.py: the forward's globals, what is called with which arguments, what comes back."""
+    from trl.trainer import utils
+
+    from hf_fsdpturbo.lm_head.fused_head import HEAD, VALID_ONLY, LinearCrossEntropy
+
+    model = tiny_model("qwen3_moe")
+    utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    code = model.forward.__func__.__code__
+    assert (HEAD, VALID_ONLY) == ("_ChunkedLogProbFunction", "_use_triton")
+    assert {HEAD, VALID_ONLY} <= set(code.co_names)
+    assert {HEAD, VALID_ONLY} <= model.forward.__func__.__globals__.keys()
+    names = arguments(utils._ChunkedLogProbFunction.forward)[1:]  # without ctx
+    assert [name.partition("_")[0] for name in names] == [
+        name.partition("_")[0] for name in arguments(LinearCrossEntropy.apply)[1:]
+    ]
+    text = source(utils.add_fused_lm_head)
+    assert "log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1 = per_token" in text
+    assert "self.get_output_embeddings()" in text
+    assert "weight, bias = lm_head.weight, lm_head.bias" in text
+
+
+def test_sft_weighs_all_positions_alike():
+    """By one number, but for dft; what takes whole logits asks for the fused outputs without gradients."""
+    from trl import SFTTrainer
+
+    text = source(SFTTrainer.compute_loss)
+    assert "per_token_loss = -outputs.log_probs" in text
+    assert "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)" in text
+    assert text.count("per_token_loss *") == 1, "only dft weighs positions"
+    assert 'self.args.loss_type == "dft"' in text
+    assert "outputs.entropy.detach()" in text
+
+
 def test_sft_scales_its_loss_by_processes():
     from trl import SFTTrainer
 

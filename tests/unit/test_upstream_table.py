@@ -26,6 +26,7 @@ OURS = {
 }
 # Attributes that our sources set on other objects, and that need no watching.
 PUBLIC = {
+    "__kwdefaults__": "of a function that we make",
     "atexit": "weakref.finalize",
     "data": "torch: storage of a parameter",
     "expert_ids_per_ep_rank": "fsdp_turbo's, which is not installed here",
