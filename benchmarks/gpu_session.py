@@ -203,6 +203,8 @@ def one_gpu(session):
         for row in rows:
             name = f"{work} {row}"
             command = [*session.python(module), *ONE_GPU_ROWS[row], *size, "--storage", storage, "--out", str(results)]
+            if row in ("ours", "selective") and not a.tiny:
+                command += ["--profile", str(session.out / f"breakdown_{name.replace(' ', '_')}.txt")]
             before = len(results.read_text().splitlines()) if results.exists() else 0
             if session.step(name, command, 120, tail=1):
                 found[name] = json.loads(results.read_text().splitlines()[before])

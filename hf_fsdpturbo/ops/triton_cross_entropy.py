@@ -19,7 +19,7 @@ from hf_fsdpturbo import compat
 from hf_fsdpturbo.ops.table import LogitTransform
 from hf_fsdpturbo.ops.torch import add_product_ as in_one_dtype
 
-_BLOCK, _WARPS = 4096, 8  # 16 logits a lane: two loads of 16 bytes in bf16
+_BLOCK, _WARPS = 8192, 16  # 16 logits a lane: two loads of 16 bytes in bf16; the fastest of six on an H200
 
 
 @triton.jit

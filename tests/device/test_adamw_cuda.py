@@ -40,28 +40,49 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
 
 
+def take_steps(members: nn.ParameterList, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
+    """Twenty steps of a changing rate on the gradients of ``draw_gradients``, clipped where a norm is given."""
+    for step in range(20):
+        draw_gradients(members, step)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (1 + math.cos(step / 5))
+        if max_norm is not None and isinstance(optimizer, AdamW):
+            norm = get_ops("cuda").square_sum([p.grad for p in members if p.numel()]).sqrt()
+            optimizer.gradient_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        elif max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(members), max_norm)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
-def test_twenty_steps_equal_torchs_fused(dtype, tolerance, max_norm):
-    (mine, ours), (other, theirs) = made(dtype), made(dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_twenty_steps_are_as_near_to_float64_as_torchs_fused(dtype, max_norm):
+    """Truth: the same gradients, as they were drawn, in float64. Single elements are luck: 1.5 times, and an ulp."""
+    (mine, ours), (other, theirs), (truth, exact) = (made(dtype) for _ in range(3))
     ours = in_one_pass(ours)
     assert isinstance(ours, AdamW)
+    take_steps(mine, ours, max_norm)
+    take_steps(other, theirs, max_norm)
+    truth = nn.ParameterList(nn.Parameter(p.detach().double()) for p in truth)
+    decays = {0.1: list(truth)[::2], 0.0: list(truth)[1::2]}
+    exact = torch.optim.AdamW([{"params": some, "weight_decay": d} for d, some in decays.items()], lr=1e-2)
     for step in range(20):
-        for members, optimizer in ((mine, ours), (other, theirs)):
-            draw_gradients(members, step)
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-2 * (1 + math.cos(step / 5))
-            if max_norm is not None and optimizer is ours:
-                norm = get_ops("cuda").square_sum([p.grad for p in members if p.numel()]).sqrt()
-                ours.gradient_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            elif max_norm is not None:
-                torch.nn.utils.clip_grad_norm_(list(members), max_norm)
-            optimizer.step()
-    for p, q in zip(mine, other, strict=True):
-        distances = [far(p.detach(), q.detach())]
-        distances += [far(ours.state[p][name], theirs.state[q][name]) for name in ("exp_avg", "exp_avg_sq")]
-        print(tuple(p.shape), distances)
-        assert max(distances) < tolerance
+        draw_gradients(mine, step)  # in the dtype of the run, then as float64
+        for p, q in zip(truth, mine, strict=True):
+            p.grad = q.grad.double()
+        for group in exact.param_groups:
+            group["lr"] = 1e-2 * (1 + math.cos(step / 5))
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(truth), max_norm)
+        exact.step()
+    ulp = torch.finfo(dtype).eps
+    for p, q, r in zip(mine, other, truth, strict=True):
+        states = [(ours.state[p][n], theirs.state[q][n], exact.state[r][n]) for n in ("exp_avg", "exp_avg_sq")]
+        pairs = [(p, q, r), *states]
+        for a, b, c in pairs:
+            near, as_near = far(a.detach(), c.detach()), far(b.detach(), c.detach())
+            print(tuple(p.shape), f"ours {near:.2e}, torch's {as_near:.2e}")
+            assert near <= 1.5 * as_near + ulp
         assert ours.state[p]["step"].item() == theirs.state[q]["step"].item() == 20
 
 

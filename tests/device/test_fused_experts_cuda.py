@@ -17,12 +17,12 @@ IDS = torch.randint(3, 384, (4, 64), generator=torch.Generator().manual_seed(1))
 PLAIN = "eager"  # experts of linear layers, which autocast reaches
 
 
-def model(implementation: str | None) -> Qwen3MoeForCausalLM:
+def model(implementation: str | None, key_heads: int = 2) -> Qwen3MoeForCausalLM:
     """A small model; None: with our block."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=384, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, moe_intermediate_size=64, num_experts=16, num_experts_per_tok=4,
+        num_key_value_heads=key_heads, head_dim=32, moe_intermediate_size=64, num_experts=16, num_experts_per_tok=4,
     )  # fmt: skip
     made = Qwen3MoeForCausalLM(config).cuda()
     if implementation is None:
@@ -77,7 +77,7 @@ def test_selective_recompute_runs_no_attention_again(backend, monkeypatch):
         return keep_or_make(once)
 
     monkeypatch.setattr(kept_attention, "keep_or_make", counted)
-    ours, again = model(None), model(None)
+    ours, again = model(None, 4), model(None, 4)  # the efficient kernel takes no grouped heads
     install_routing_tape(again, keeps=True)
     assert kept_attention.keep_attention(again) == ({"sdpa"}, set())
     again.activation_checkpointing_enable({"use_reentrant": False})
