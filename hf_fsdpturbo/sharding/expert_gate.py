@@ -1,8 +1,8 @@
 """The gate of experts in half precision beside a float32 stream: computed in float32, as plain Transformers does.
 
 Autocast reaches no grouped matmul, so plain runs experts that are stored in float32 in float32. Here their matmuls are
-in half precision; what lies between them is not, where it costs nothing to keep: half-precision rows go in and come
-out, and backward computes the gate once more from the rows that went in.
+in half precision; what lies between them is not: half-precision rows go in and come out, rounded once, and backward
+computes the gate once more from the rows that went in, which keeps less than the gate's own steps would.
 
 S rows, F ffn.
 """
@@ -15,6 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from hf_fsdpturbo.ops.functional import swiglu
+from hf_fsdpturbo.ops.table import OPS, get_ops
+from hf_fsdpturbo.sharding.expert_parallel import is_plain_swiglu
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -41,9 +45,12 @@ class _InFloat32(torch.autograd.Function):
 def gate_in_float32(experts: nn.Module) -> None:
     """Let an experts module do so in half precision, unless it has no gate of its own, or parameters in it.
 
+    A plain SwiGLU has an operator that does the same in one pass.
+
     Args:
         experts: of Transformers' layout: its forward calls ``_apply_gate``.
     """
+    plain_swiglu = is_plain_swiglu(experts)
     gate = getattr(experts, "_apply_gate", None)
     if gate is None or any(True for child in experts.children() for _ in child.parameters()):
         return
@@ -51,6 +58,8 @@ def gate_in_float32(experts: nn.Module) -> None:
     def apply(self: nn.Module, gate_up_SF: Tensor) -> Tensor:
         if gate_up_SF.dtype not in HALF:
             return cast(Tensor, gate(gate_up_SF))
+        if plain_swiglu and gate_up_SF.device.type in OPS:
+            return swiglu(gate_up_SF, get_ops(gate_up_SF.device.type))
         return cast(Tensor, _InFloat32.apply(gate_up_SF, gate))
 
     cast(Any, experts)._apply_gate = types.MethodType(apply, experts)

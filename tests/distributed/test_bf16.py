@@ -187,7 +187,6 @@ def test_tied_head_by_path_is_the_object(runs):
 ADAPTERS = {
     "adapted": {"target_modules": ["q_proj"]},
     "saved embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
-    "adapted head": {"target_modules": ["q_proj", "lm_head"]},
     "saved head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
 """By what it does to a tied pair of embedding and head: PEFT's wrappers give them other names."""

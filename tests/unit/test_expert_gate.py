@@ -44,6 +44,19 @@ def test_computes_in_float32_and_rounds_once():
         assert torch.equal(mine, expected)
 
 
+def test_the_operator_of_a_plain_swiglu_does_the_same():
+    from tests.support.tiny_models import tiny_model
+
+    torch.manual_seed(0)
+    rows, gradient = torch.randn(ROWS, 2 * FFN).bfloat16(), torch.randn(ROWS, FFN).bfloat16()
+    experts = tiny_model("qwen3_moe").model.layers[0].mlp.experts
+    wide = run(experts, rows.float(), gradient)
+    gate_in_float32(experts)
+    for mine, expected in zip(run(experts, rows, gradient), wide, strict=True):
+        torch.testing.assert_close(mine, expected.bfloat16(), rtol=2**-8, atol=0)  # silu is another formula: an ulp
+        assert (mine != expected.bfloat16()).float().mean() < 0.01
+
+
 def test_a_gate_with_parameters_keeps_its_own():
     """Backward makes the gate again, outside the graph of the parameters in it."""
     experts = Experts(inside=nn.Linear(2, 2))
