@@ -107,7 +107,8 @@ def check_near(family: Family, folder: Path, layout: str) -> Verdict:
         table = nearness.compare(mine, left[stored])
         far += [f"{row.ratio:.2f} {row.name} (stored in {stored})" for row in table if not row.is_near]
         over = sum(row.is_near and row.sure > nearness.BOUND for row in table)
-        worst.append(f"{table[0].ratio:.2f}" + (f" ({over} tensors: plain's experts are float32)" if over else ""))
+        most = max(row.sure for row in table)
+        worst.append(f"{most:.2f}" + (f" ({over} tensors: plain's experts are float32)" if over else ""))
         flips = f"top-k rows that would differ: {mine.flipped} on this rank, {left[stored]['flipped']} in plain"
         texts += [f"{family.name}, stored in {stored}; {flips}", nearness.HEAD, *map(str, table), ""]
     if dist.get_rank() == 0:

@@ -10,8 +10,8 @@ times faster on an H200. What that costs next to plain is bounded like all else;
 this reason alone must be as near as plain is once autocast reaches its experts too (``REACHED``).
 
 Note [Tiny tensors]. The distance of three numbers is luck, over four batches too: the standard error of a ratio is
-taken from its spread over the batches (jackknife), and below ``TINY`` elements two of them are granted. A larger
-tensor's is about 2 % and is granted nothing.
+taken from its spread over the batches (jackknife), and below ``TINY`` elements three of them are granted. A larger
+tensor's is about 2 %; it is granted nothing.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Row:
     @property
     def sure(self) -> float:
         """The ratio less what is granted: see Note [Tiny tensors]."""
-        return self.ratio * math.exp(-2 * self.error) if self.elements < TINY else self.ratio
+        return self.ratio * math.exp(-3 * self.error) if self.elements < TINY else self.ratio
 
     @property
     def is_near(self) -> bool:
