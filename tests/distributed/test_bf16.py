@@ -11,7 +11,7 @@ import torch
 from hf_fsdpturbo.ops import weight_copies
 from hf_fsdpturbo.shards import local_tensor
 from tests.support.compare import compare, distance
-from tests.support.reference_run import Record, Run, build_trainer, merge_batches, run_references, run_turbo_all
+from tests.support.reference_run import Record, Run, merge_batches, run_references, run_turbo_all
 from tests.support.spawn import run_plain_jobs, run_ranks
 from tests.support.tiny_models import texts
 
