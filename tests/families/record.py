@@ -80,6 +80,7 @@ def merge(record: Record, parts: list[Record]) -> None:
         asked = {} if entry.get("not_swept") or entry.get("not_built") else before | entry["checks"]
         checks = {check: asked[check] for check in CHECKS if check in asked}
         record["families"][name] = {"checks": checks, **{k: v for k, v in entry.items() if k != "checks"}}
+    record["families"] = dict(sorted(record["families"].items()))
 
 
 def fill_gaps(record: Record, names: list[str], checks: list[str]) -> None:
