@@ -3,7 +3,8 @@
 # make quick  between edits: lint, types, import contracts, unit tests, one sharded run against one process
 # make test   the same and every other test that needs no accelerator
 # make lint   lint, types and import contracts only
-# make families every model family against plain Transformers; writes docs/models.md (make test: the small sweep)
+# make families every model family against plain Transformers; writes docs/models.md (make test: the small sweep);
+#               in parts, then merged: see .venv/bin/python -m tests.families --help
 # make matrix the five published layouts on 16 and 8 CPU processes, 100 steps each (make test: 20)
 #
 # Each target makes .venv and installs into it when needed; an existing .venv is used as it is.

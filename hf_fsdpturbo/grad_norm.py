@@ -179,11 +179,19 @@ def warm_up(model: nn.Module, norm_type: float = 2.0) -> None:
         _reduce(torch.zeros((), device=device), group, _check_norm_type(norm_type))
 
 
-def average_replicated_gradients_(groups: list[ParameterGroup]) -> None:
-    """Average the gradients of plain (nowhere sharded) trainable parameters over all ranks; None counts as zero.
+# Note [A parameter that no rank used]
+# Its gradient must stay None, as in one process: AdamW decays a weight whose gradient is zero, and leaves one alone
+# whose gradient is None. Whether another rank used it travels in the same all-reduce, a flag a parameter. Only a rank
+# that lacks a gradient reads the flags, which on an accelerator waits for the collective once a step; a rank that has
+# them all knows without reading, and that is every rank of most models. Any way to do without the wait decides by
+# what was used in an earlier step, which is wrong in the step in which that changes.
 
-    Call it once a step, before the norm. Averaging an accumulated gradient again is harmless: the average of what is
-    already equal on all ranks is itself.
+
+def average_replicated_gradients_(groups: list[ParameterGroup]) -> None:
+    """Average the gradients of plain (nowhere sharded) trainable parameters over all ranks.
+
+    None counts as zero, and stays None where it is None on all ranks. Call it once a step, before the norm. Averaging
+    an accumulated gradient again is harmless: the average of what is already equal on all ranks is itself.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -191,10 +199,15 @@ def average_replicated_gradients_(groups: list[ParameterGroup]) -> None:
     for group in groups:
         for parameter in group.parameters if group.mesh is None else ():
             by_device.setdefault(parameter.device, []).append(parameter)
-    for parameters in by_device.values():
+    for device, parameters in by_device.items():
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        together = torch.cat([g.float().flatten() for g in gradients])  # one collective for many norms and biases
+        have = [p.grad is not None for p in parameters]
+        flags = torch.tensor(have, dtype=torch.float32, device=device)
+        together = torch.cat([*(g.float().flatten() for g in gradients), flags])  # one collective for all of it
         dist.all_reduce(together)  # HCCL and gloo differ in AVG: a sum in float32, divided after
-        averages = (together / dist.get_world_size()).split([g.numel() for g in gradients])
-        for parameter, average in zip(parameters, averages, strict=True):
-            parameter.grad = average.view(parameter.shape).to(parameter.dtype)
+        *sums, flags = together.split([*(g.numel() for g in gradients), len(parameters)])
+        used = have if all(have) else flags.tolist()  # see Note [A parameter that no rank used]
+        for parameter, summed, someone in zip(parameters, sums, used, strict=True):
+            if someone:
+                average = summed / dist.get_world_size()
+                parameter.grad = average.view(parameter.shape).to(parameter.dtype)

@@ -23,6 +23,10 @@ class LocalExperts(Protocol):
     is_plain_swiglu: bool
     """gate_up_proj [L, 2F, D] with the gate rows first, down_proj [L, D, F], SiLU, no bias, nothing after."""
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the weights, and of the rows that travel."""
+
     def weights(self) -> tuple[Tensor, Tensor]:
         """``(gate_up [L, 2F, D], down [L, D, F])`` as plain tensors whose gradients reach the parameters."""
 
@@ -44,7 +48,13 @@ class Dispatcher(ABC):
         num_experts: number of experts over the whole group.
         nodes: the nodes that the group spans, None where all its ranks are near each other. What a dispatcher computes
             does not depend on it; one that knows no nodes takes no notice.
+
+    Attributes:
+        takes_float32: whether it takes float32 rows for experts in half precision, rounds them once on their way there
+            and gives float32 back; others are handed rows in the experts' dtype.
     """
+
+    takes_float32: bool = False
 
     def __init__(self, group: ProcessGroup | None, num_experts: int, nodes: NodeGroups | None = None) -> None:
         self.group = group

@@ -13,6 +13,7 @@ T tokens, K top-k, N = T*K pairs, R received rows, E / L all / local experts, D 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ class EagerPlan:
 
 class EagerDispatcher(Dispatcher):
     """Works on any device with any experts module; every other dispatcher is compared with it."""
+
+    takes_float32 = True
 
     def plan(self, top_k_index: Tensor) -> EagerPlan:
         """Sort pairs by expert and agree on row counts: one small all-to-all and one host sync, neither in recompute.
@@ -64,7 +67,8 @@ class EagerDispatcher(Dispatcher):
     ) -> Tensor:
         """See :class:`hf_fsdpturbo.dispatch.dispatcher.Dispatcher`: one row a pair travels, its weight stays home."""
         plan = self.plan(top_k_index)
-        rows_ND = hidden_states.index_select(0, plan.order_N // top_k_index.shape[1])
+        compute = experts.compute_dtype if hidden_states.dtype == torch.float32 else hidden_states.dtype
+        rows_ND = _CopyRows.apply(hidden_states, plan.order_N, top_k_index.shape[1], compute)
         rows_RD = self._exchange(rows_ND, plan.receive_splits, plan.send_splits)
         output_RD = experts.forward_rows(rows_RD, plan.local_expert_R, None)
         output_ND = self._exchange(output_RD, plan.send_splits, plan.receive_splits)
@@ -76,6 +80,32 @@ class EagerDispatcher(Dispatcher):
         return all_to_all_rows(rows, output_splits, input_splits, self.group)
 
 
+class _CopyRows(torch.autograd.Function):
+    """``hidden_TD`` in another dtype, a copy for each of K pairs, in their order; the K gradients add in float32.
+
+    Gathered back to their tokens and summed there: no additions into one row, whose order would be anybody's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, order_N: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(order_N)
+        ctx.top_k, ctx.dtype = top_k, hidden_TD.dtype
+        return hidden_TD.to(dtype).index_select(0, order_N // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (order_N,), (gradient_ND,) = ctx.saved_tensors, gradients
+        gradient_TKD = gradient_ND.index_select(0, _inverse(order_N)).unflatten(0, (-1, ctx.top_k))
+        wide = torch.promote_types(gradient_ND.dtype, torch.float32)
+        return gradient_TKD.sum(1, dtype=wide).to(ctx.dtype), None, None, None
+
+
+def _inverse(order_N: Tensor) -> Tensor:
+    position_N = torch.empty_like(order_N)
+    position_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
+    return position_N
+
+
 def weigh_and_sum(output_ND: Tensor, order_N: Tensor, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Undo the sort, weigh and sum over K: pairs that came home, sorted by expert, to ``[T, D]`` in ``dtype``.
 
@@ -83,9 +113,8 @@ def weigh_and_sum(output_ND: Tensor, order_N: Tensor, top_k_weights: Tensor, dty
         output_ND: the experts' output, one row a pair.
         order_N: which pair each row is.
         top_k_weights: ``[T, K]``.
-        dtype: of the result.
+        dtype: of the result; products of a float32 one are float32, whatever the weights are.
     """
-    position_N = torch.empty_like(order_N)
-    position_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
-    output_TKD = output_ND.index_select(0, position_N).view(*top_k_weights.shape, output_ND.shape[-1])
-    return (output_TKD * top_k_weights.unsqueeze(-1)).sum(1).to(dtype)
+    output_TKD = output_ND.index_select(0, _inverse(order_N)).view(*top_k_weights.shape, output_ND.shape[-1])
+    weights_TK = top_k_weights.float() if dtype == torch.float32 else top_k_weights
+    return (output_TKD * weights_TK.unsqueeze(-1)).sum(1).to(dtype)

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.model_spec import find_experts
 from hf_fsdpturbo.sharding.expert_lora import FACTORS, is_param_wrapper, store_expert_first, to_expert_first
-from hf_fsdpturbo.shards import copy_full_tensor_
+from hf_fsdpturbo.shards import copy_full_tensor_, whole_tensor
 
 PLAIN_INITS = (True, False, "gaussian")
 """Values of init_lora_weights that need nothing of the base weights, which no rank holds whole."""
@@ -178,9 +179,17 @@ def draw_adapters(peft_model: Any) -> None:
     for _, wrapper in found:
         if hasattr(wrapper, "modules_to_save"):
             original = dict(wrapper.original_module.named_parameters())
-            with torch.no_grad():
-                for name, parameter in wrapper.modules_to_save[adapter].named_parameters():
-                    parameter.copy_(original[name])
+            for name, parameter in wrapper.modules_to_save[adapter].named_parameters():
+                _copy(parameter, original[name])
+
+
+def _copy(parameter: nn.Parameter, original: nn.Parameter) -> None:
+    """Copy one into the other; of the two one may be a shard and the other whole, as their units hold them."""
+    if isinstance(parameter, DTensor) is isinstance(original, DTensor):
+        with torch.no_grad():
+            parameter.copy_(original)
+    else:
+        copy_full_tensor_(parameter, whole_tensor(original.detach()))
 
 
 def _draw_layer(layer: Any, adapter: str, kind: Any) -> None:

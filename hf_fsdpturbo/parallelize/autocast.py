@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_fsdpturbo.loading.dtypes import kept_in_float32
+from hf_fsdpturbo.sharding.expert_lora import name_without_wrappers
 
 ELEMENTWISE = ("A_log",)
 """Ends of names of matrices that no matmul reads: autocast leaves them alone."""
@@ -89,7 +90,8 @@ def float32_parameters(model: Any, dtype: torch.dtype | None) -> set[nn.Paramete
 
 def _tied_to(found: set[nn.Parameter], model: Any) -> set[nn.Parameter]:
     """What is or will be one parameter with one of ``found``: on meta, before Transformers ties them, it is two."""
-    named = dict(model.named_parameters(remove_duplicate=False))
+    every = model.named_parameters(remove_duplicate=False)
+    named = {name_without_wrappers(name): parameter for name, parameter in every}
     ties = (getattr(model, "all_tied_weights_keys", None) or {}).items()
     pairs = [{named[name] for name in pair} for pair in ties if named.keys() >= set(pair)]
     return {parameter for pair in pairs if pair & found for parameter in pair}

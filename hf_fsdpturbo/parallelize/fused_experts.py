@@ -44,6 +44,11 @@ class WholeExperts:
     num_local_experts: int
     is_plain_swiglu: bool = True
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """``dtype``."""
+        return self.dtype
+
     def weights(self) -> tuple[Tensor, Tensor]:
         """``(gate_up, down)`` in ``dtype``."""
         mode = self.module.training

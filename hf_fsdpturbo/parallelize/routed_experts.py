@@ -14,6 +14,7 @@ from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.aligned_stacks import aligner
 from hf_fsdpturbo.sharding.adapted_experts import AdaptedExperts
 from hf_fsdpturbo.sharding.expert_fsdp import fully_shard_experts
+from hf_fsdpturbo.sharding.expert_gate import gate_in_float32
 from hf_fsdpturbo.sharding.expert_lora import base_module, wrapper_chain
 from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts, shard_experts, shared_by_experts
 
@@ -47,8 +48,9 @@ class RoutedForward:
         weights_TK = top_k_weights.reshape(-1, choices)
         # Autocast reaches no grouped matmul: rows and weights have one dtype here, and all in it is said explicitly.
         with torch.autocast(rows_TD.device.type, enabled=False):
-            compute = self.experts.compute_dtype
-            output_TD = self.dispatcher(rows_TD.to(compute), index_TK, weights_TK, self.experts).to(rows_TD.dtype)
+            as_is = self.dispatcher.takes_float32 and rows_TD.dtype == torch.float32
+            sent_TD = rows_TD if as_is else rows_TD.to(self.experts.compute_dtype)
+            output_TD = self.dispatcher(sent_TD, index_TK, weights_TK, self.experts).to(rows_TD.dtype)
         if hidden_states.ndim == 2:
             return output_TD
         # Never a view: a model may add shared experts in place, and that drops FSDP's backward hook from a view.
@@ -99,6 +101,8 @@ def route_experts(
     group = state.ep_mesh.get_group() if topology.ep_size > 1 else None
     if getattr(base_module(module), "has_unused_experts", False):
         experts.align = aligner(num_experts, group)
+    if options["mp_policy"].param_dtype is not None and experts.compute_dtype == torch.float32:
+        gate_in_float32(base_module(module))
     brings = get_dispatcher(dispatcher)(group, num_experts, state.ep_nodes)
     setattr(module, called_by(module), RoutedForward(experts, brings, name))
     fully_shard_experts(

@@ -19,6 +19,13 @@ import torch
 from torch import Tensor, nn
 
 FACTORS = ("lora_A", "lora_B")
+WRAPPED = ("base_layer", "original_module")
+"""Children in which PEFT's wrappers keep the module that they stand for."""
+
+
+def name_without_wrappers(name: str) -> str:
+    """A parameter's name as it was before PEFT wrapped modules: Transformers' ties, and checkpoints, know no other."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def is_param_wrapper(module: nn.Module) -> bool:

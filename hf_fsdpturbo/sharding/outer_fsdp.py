@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from hf_fsdpturbo.sharding.expert_lora import name_without_wrappers
 from hf_fsdpturbo.sharding.gradient_copy import copy_large_gradients_by_chunk
 from hf_fsdpturbo.sharding.unit_dtypes import Group, Split, split_unit
 
@@ -55,7 +56,7 @@ def check_ties(model: nn.Module) -> None:
     ties: list[tuple[str, str]] = []
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            here = f"{module_name}.{name}" if module_name else name
+            here = name_without_wrappers(f"{module_name}.{name}" if module_name else name)
             layer_of[here] = layers.get(module)
             ties.append((first.setdefault(parameter, here), here))
     ties += [(one, other) for other, one in (getattr(model, "all_tied_weights_keys", None) or {}).items()]

@@ -8,7 +8,7 @@ a decoder layer (or the root), and what nobody manages yet of it
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -90,9 +90,14 @@ def split_unit(
 
 
 def _place(unit: nn.Module, members: set[nn.Parameter], in_float32: bool, split: Split) -> None:
-    """Find the modules whose forwards span every use of large parameters; what has none stays whole."""
-    for block in blocks_inside(unit):
-        inside = frozenset(p for p in block.parameters() if p in members)
+    """Find the modules whose forwards span every use of large parameters; what has none stays whole.
+
+    So does what two of them hold: an embedding beside the head that PEFT keeps of it when it trains a copy.
+    """
+    blocks = list(blocks_inside(unit))
+    holders = Counter(p for block in blocks for p in set(block.parameters()))
+    for block in blocks:
+        inside = frozenset(p for p in block.parameters() if p in members and holders[p] == 1)
         if not inside:
             continue
         members = members - inside

@@ -11,7 +11,7 @@ import torch
 from hf_fsdpturbo.ops import weight_copies
 from hf_fsdpturbo.shards import local_tensor
 from tests.support.compare import compare, distance
-from tests.support.reference_run import Record, Run, build_trainer, merge_batches, run_references, run_turbo_all
+from tests.support.reference_run import Record, Run, merge_batches, run_references, run_turbo_all
 from tests.support.spawn import run_plain_jobs, run_ranks
 from tests.support.tiny_models import texts
 
@@ -184,17 +184,46 @@ def test_tied_head_by_path_is_the_object(runs):
         assert distance(record.gradients[0][name], gradient) < 1e-5, name
 
 
-def trainable(run: Run) -> list[str]:
-    """Rank function: names of what a run trains."""
-    return [name for name, p in build_trainer(run, True).model.named_parameters() if p.requires_grad]
+ADAPTERS = {
+    "adapted": {"target_modules": ["q_proj"]},
+    "saved embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "saved head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+"""By what it does to a tied pair of embedding and head: PEFT's wrappers give them other names."""
 
 
-def test_an_adapter_trains_nothing_of_the_base(tiny):
-    """By path the loader makes whole parameters (norms, the embedding) anew, trainable ones."""
+@pytest.fixture(scope="module")
+def adapted(tiny) -> dict[tuple[str, bool], Record]:
+    """Records by adapter and whether the model was an object."""
     from peft import LoraConfig
 
-    adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
-    run = Run(tiny("qwen3_moe"), {"text": texts(4)}, BF16, {"ep_size": 2}, trainer_kwargs=adapter)
-    for names in run_ranks(trainable, 2, run, timeout=60):
-        assert names
-        assert all("lora_" in name for name in names), names
+    keys = [(name, as_object) for name in ADAPTERS for as_object in (False, True)]
+    runs = [
+        Run(
+            tiny("qwen3_moe", tie=True),
+            {"text": texts(8)},
+            {**BF16, "max_steps": 2},
+            {"ep_size": 2},
+            trainer_kwargs={"peft_config": LoraConfig(r=4, **ADAPTERS[name])},
+            as_object=as_object,
+        )
+        for name, as_object in keys
+    ]
+    return dict(zip(keys, run_ranks(run_turbo_all, 2, runs, timeout=100)[0], strict=True))
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_trains_nothing_of_the_base(adapted, name: str):
+    """By path the loader makes whole parameters (norms, the embedding) anew, trainable ones."""
+    names = adapted[name, False].trainable
+    assert names
+    assert all("lora_" in each or "modules_to_save" in each for each in names), names
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_beside_a_tied_head_by_path_is_the_object(adapted, name: str):
+    record, same = adapted[name, False], adapted[name, True]
+    assert record.losses == pytest.approx(same.losses, rel=1e-6)
+    assert record.gradients[0].keys() == same.gradients[0].keys() != set()
+    for each, gradient in same.gradients[0].items():
+        assert distance(record.gradients[0][each], gradient) < 1e-5, each

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.families.checks import CRASH, REFUSED, RIGHT, WRONG
+from tests.families.choices import Choices
 from tests.families.listing import families
 from tests.families.plain import release
 from tests.families.small import SMALL
-from tests.families.sweep import PREPARE, Job, carry_out
+from tests.families.sweep import PREPARE, Job, carry_out, preparations
+from tests.support.spawn import RankError, init_gloo, run_ranks
 
-CHECKS_ON = {2: ("load", "train", "bf16", "cp", "save_path"), 4: ("load4",)}
+CHECKS_ON = {2: ("load", "train", "bf16", "near", "cp", "save_path"), 4: ("load4",)}
 
 Verdicts = dict[tuple[str, str], tuple[str, str]]
 
@@ -26,7 +30,7 @@ def _sweep(jobs: dict[int, list[Job]], folder: Path) -> Verdicts:
     found: Verdicts = {}
 
     def report(note: dict) -> None:
-        if note["check"] == PREPARE:
+        if "verdict" not in note:
             assert "failed" not in note, note
             return
         found[note["family"], note["check"]] = note["verdict"]["kind"], note["verdict"]["detail"]
@@ -40,7 +44,7 @@ def _sweep(jobs: dict[int, list[Job]], folder: Path) -> Verdicts:
 def verdicts(tmp_path_factory) -> Verdicts:
     known = families()
     chosen = [known[name] for name in SMALL]
-    jobs = {1: [Job(family, PREPARE) for family in chosen]}
+    jobs = {1: preparations(chosen, [check for checks in CHECKS_ON.values() for check in checks])}
     jobs |= {world: [Job(f, check) for f in chosen for check in checks] for world, checks in CHECKS_ON.items()}
     return _sweep(jobs, tmp_path_factory.mktemp("small"))
 
@@ -60,6 +64,39 @@ def test_family_is_right(verdicts, name: str):
 
 def test_known_faults_are_of_the_small_sweep():
     assert {family for family, _ in KNOWN} <= set(SMALL)
+
+
+def fault_far_from_float32(folder: str, fault: str) -> tuple[str, str]:
+    """Rank function: what the check says of gpt_oss with a fault in the package."""
+    from tests.families.checks import CHECKS
+
+    init_gloo()
+    where, name, put_back = FAULTS[fault]
+    setattr(importlib.import_module(where), name, put_back)
+    verdict = CHECKS["near"].ask(families()["gpt_oss"], Path(folder) / "gpt_oss", "ep2")
+    return verdict.kind, verdict.detail
+
+
+FAULTS: dict[str, tuple[str, str, Any]] = {
+    "none": ("builtins", "print", print),
+    "norms, biases and the embedding in bf16": (
+        "hf_fsdpturbo.parallelize.order",
+        "float32_parameters",
+        lambda model, dtype: set(),
+    ),
+    "another choice of experts": ("tests.families.nearness", "Choices", lambda given: Choices(None)),
+}
+
+
+def test_a_far_gradient_is_seen(tmp_path):
+    """And a run that is not held to the truth's choices does not pass for a near one."""
+    family = families()["gpt_oss"]
+    _sweep({1: preparations([family], ["near"])}, tmp_path)
+    assert run_ranks(fault_far_from_float32, 2, str(tmp_path), "none", timeout=90)[0][0] == RIGHT
+    kind, detail = run_ranks(fault_far_from_float32, 2, str(tmp_path), list(FAULTS)[1], timeout=90)[0]
+    assert (kind, "further from float32" in detail) == (WRONG, True), detail
+    with pytest.raises(RankError, match="other experts than in the truth"):
+        run_ranks(fault_far_from_float32, 2, str(tmp_path), "another choice of experts", timeout=90)
 
 
 def test_faults_are_seen_and_do_not_end_the_sweep(tmp_path):

@@ -17,6 +17,7 @@ from tests.support.spawn import init_gloo, run_ranks
 WIDTH, ROWS = 16, 6
 HALF = torch.bfloat16
 MESHES = {"fsdp4": {}, "hsdp2": {"mp_replicate_size": 2}}
+FROZEN = ("up", "unused", "rare")
 LARGE = 100  # elements; what is larger here gets a unit of its own
 
 
@@ -39,10 +40,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, dtype=HALF), nn.Linear(WIDTH, WIDTH, dtype=HALF)
         self.sink, self.scale = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.tensor(0.7))
         self.gate = nn.Sequential(Gate(), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+        self.unused, self.rare = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 0:
+            x = x + self.rare
         gate = self.gate(x) * self.gate[0].weight.mean(0)
-        x = self.up(x).unflatten(-1, (4, WIDTH)).sum(-2) * (gate + self.sink).sigmoid() * self.scale
+        x = self.up(x.to(HALF)).unflatten(-1, (4, WIDTH)).sum(-2) * (gate + self.sink).sigmoid() * self.scale
         return self.down(x.to(HALF))
 
 
@@ -95,7 +99,7 @@ def train(sizes: dict[str, Any], freeze: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Model()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad = not (freeze and ".up." in name)
+        parameter.requires_grad = not (freeze and name.split(".")[-1 - name.endswith((".weight", ".bias"))] in FROZEN)
     plain = copy.deepcopy(model)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     options = {"mp_policy": policy, "reshard_after_forward": True}
@@ -106,18 +110,26 @@ def train(sizes: dict[str, Any], freeze: bool) -> dict[str, Any]:
     backward(plain, ids)
     groups = grad_norm.parameter_groups(model)
     grad_norm.average_replicated_gradients_(groups)
-    off, squares = {}, 0.0
+    off, squares, unused, without = {}, 0.0, [], []
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         if not theirs.requires_grad:
             continue
-        mean = theirs.grad.float()
+        mean = torch.zeros(theirs.shape) if theirs.grad is None else theirs.grad.float()
+        used = torch.tensor(float(theirs.grad is not None))
         dist.all_reduce(mean)
+        dist.all_reduce(used)
         mean /= dist.get_world_size()
+        if not used:
+            unused.append(name)
+        if mine.grad is None:
+            without.append(name)
+            continue
         off[name] = distance(whole_tensor(mine.grad).float(), mean)
         squares += float(mean.double().square().sum())
     whole = sorted(name for name, parameter in model.named_parameters() if parameter in units.whole)
     norm = float(grad_norm.clip_groups_(groups, float("inf"))["total"])
-    return {"off": off, "norm": norm, "expected": squares**0.5, "units": units.names, "whole": whole, "frozen": freeze}
+    found = {"off": off, "norm": norm, "expected": squares**0.5, "unused": unused, "without": without}
+    return {**found, "units": units.names, "whole": whole, "frozen": freeze}
 
 
 @pytest.fixture(scope="module", params=[(mesh, freeze) for mesh in MESHES for freeze in (False, True)], ids=str)
@@ -133,6 +145,13 @@ def test_every_gradient_is_the_mean_over_ranks(found):
         assert off < (1e-2 if name.endswith(half) else 1e-5), (name, off)
 
 
+def test_what_no_rank_used_has_no_gradient(found):
+    """None, as in one process: AdamW's decay moves a weight whose gradient is zero. One rank's use is enough."""
+    assert found["without"] == found["unused"]
+    assert len(found["unused"]) == (0 if found["frozen"] else 4)
+    assert any(name.endswith("rare") for name in found["off"]) is not found["frozen"]
+
+
 def test_norm_counts_each_element_once(found):
     assert found["norm"] == pytest.approx(found["expected"], rel=2e-3)
 
@@ -143,7 +162,7 @@ def test_large_ones_are_sharded_where_their_readers_run(found):
         return  # then most of what trains in a layer is float32, and the bf16 rest is what needs another place
     blocks = [f"base.{layer}.blocks.{block}" for layer in (1, 2) for block in (0, 1)]
     assert set(found["units"]) == {"base.1", "base.2", *blocks, "base", "(root)"}
-    inside = ("sink", "scale", "gate.1.0.bias")
+    inside = ("sink", "scale", "gate.1.0.bias", "unused", "rare")
     small = {"norm.weight", "norm.bias", *(f"blocks.{block}.{name}" for block in (0, 1) for name in inside)}
     layers = {f"base.{layer}.{name}" for layer in (1, 2) for name in small}
     assert set(found["whole"]) == layers | {"base.3.weight", "base.3.bias"}

@@ -1,4 +1,14 @@
-"""``python -m tests.families``: sweep the model families, print a table, keep the record, write ``docs/models.md``."""
+"""``python -m tests.families``: sweep the model families, print a table, keep the record, write ``docs/models.md``.
+
+All at once (``make families``), or in parts, in any order and again where one was cut short, and then together:
+
+    python -m tests.families --part 1/8 --record part1.json
+    ...
+    python -m tests.families --merge part*.json --markdown docs/models.md
+
+The second puts the parts into ``tests/families/record.json`` and writes the page from it. How far each gradient of a
+bf16 run is from float32, beside plain's distance: ``python -m tests.families --checks near --distances``.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +19,16 @@ import tempfile
 from pathlib import Path
 
 from tests.families import record as records
-from tests.families.checks import CHECKS, CRASH, WRONG
+from tests.families.checks import CHECKS, CRASH, DISTANCES, WRONG
 from tests.families.listing import Family, families, not_swept
 from tests.families.small import SMALL
-from tests.families.sweep import PREPARE, Job, carry_out
+from tests.families.sweep import Job, carry_out, preparations
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.families", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.families", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help="names of families, with commas between")
     parser.add_argument("--checks", help=f"of {', '.join(CHECKS)}; default: all")
     parser.add_argument("--world", type=int, choices=(2, 4), help="only the checks on so many ranks")
@@ -25,6 +37,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--record", type=Path, default=records.RECORD, help="JSON that the results are merged into")
     parser.add_argument("--markdown", type=Path, help="write the page of the whole record there")
     parser.add_argument("--folder", type=Path, help="keep checkpoints and logs there; default: nowhere")
+    parser.add_argument("--distances", action="store_true", help="print every tensor that the check near compared")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="RECORD", help="sweep nothing: merge these parts")
     parser.add_argument("--seconds", type=float, default=3600, help="limit of one spawn")
     return parser.parse_args(arguments)
 
@@ -71,7 +85,7 @@ def sweep(wanted: list[Family], checks: list[str], record: records.Record, folde
         if reason is None:
             swept.append(family)
     record["versions"] = records.versions()
-    carry_out([Job(family, PREPARE) for family in swept], 1, folder, limit=seconds, report=report)
+    carry_out(preparations(swept, checks), 1, folder, limit=seconds, report=report)
     built = [family for family in swept if "not_built" not in record["families"][family.name]]
     for world in sorted({CHECKS[name].world for name in checks}):
         asked = [name for name in checks if CHECKS[name].world == world]
@@ -82,22 +96,39 @@ def sweep(wanted: list[Family], checks: list[str], record: records.Record, folde
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    wanted, checks = chosen(options), chosen_checks(options)
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="families_"))
-    record = records.read(options.record)
-    try:
-        sweep(wanted, checks, record, folder, options.seconds)
-    finally:  # what was found before an interruption is kept
+    record, checks = records.read(options.record), chosen_checks(options)
+    if options.merge:
+        parts = [records.read(path) for path in options.merge]
+        records.merge(record, parts)
         records.write(record, options.record)
-        if options.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    print(records.table(record, [family.name for family in wanted], checks))
+        names = sorted({name for part in parts for name in part["families"]})
+    else:
+        wanted = chosen(options)
+        sweep_and_keep(wanted, checks, record, options)
+        names = [family.name for family in wanted]
+    print(records.table(record, names, checks))
     if options.markdown is not None:
         from tests.families.page import page
 
         options.markdown.write_text(page(record), encoding="utf-8")
-    count = records.totals({"families": {f.name: record["families"][f.name] for f in wanted}}, checks)
+    count = records.totals({"families": {name: record["families"][name] for name in names}}, checks)
     return 1 if count[WRONG] or count[CRASH] else 0
+
+
+def sweep_and_keep(
+    wanted: list[Family], checks: list[str], record: records.Record, options: argparse.Namespace
+) -> None:
+    """Sweep; what was found before an interruption is kept."""
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="families_"))
+    try:
+        sweep(wanted, checks, record, folder, options.seconds)
+    finally:
+        records.write(record, options.record)
+        if options.distances:
+            files = (folder / family.name / DISTANCES for family in wanted)
+            print(*(file.read_text(encoding="utf-8") for file in files if file.exists()), sep="\n")
+        if options.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.families import door
+from tests.families import door, nearness
 from tests.families.listing import Family
 from tests.families.plain import load_plain, named_tensors, recall, release
 from tests.families.training import Trained, distances, train, whole
@@ -96,6 +96,34 @@ def _near_bf16(model: Any, folder: Path, layout: str) -> Verdict:
     return Verdict(RIGHT if off <= BF16_TOLERANCE else WRONG, f"losses {off:.1e} from plain bf16")
 
 
+def check_near(family: Family, folder: Path, layout: str) -> Verdict:
+    """No gradient of a bf16 run further from float32 than 1.5 times plain's: stored in float32, and in bf16."""
+    if family.name in nearness.NO_CHOICE:
+        return Verdict(NOT_RUN, nearness.NO_CHOICE[family.name])
+    texts, worst, far = [], [], []
+    for stored in nearness.STORED:
+        model = door.load(release(folder), layout, dtype=stored, bf16=True)
+        left = nearness.recall_nearness(folder)
+        forced = left[stored]["truth"].choices
+        mine = nearness.gradients(model, door.data_place(layout), forced=forced, settle=door.settle)
+        table = nearness.compare(mine, left[stored])
+        far += [f"{row.ratio:.2f} {row.name} (stored in {stored})" for row in table if not row.is_near]
+        over = sum(row.is_near and row.sure > nearness.BOUND for row in table)
+        most = max(row.sure for row in table)
+        worst.append(f"{most:.2f}" + (f" ({over} tensors: plain's experts are float32)" if over else ""))
+        flips = f"top-k rows that would differ: {mine.flipped} on this rank, {left[stored]['flipped']} in plain"
+        texts += [f"{family.name}, stored in {stored}; {flips}", nearness.HEAD, *map(str, table), ""]
+    if dist.get_rank() == 0:
+        (folder / DISTANCES).write_text("\n".join(texts), encoding="utf-8")
+    if far:
+        return Verdict(WRONG, f"{len(far)} gradients further from float32 than {nearness.BOUND} x plain's: {far[0]}")
+    return Verdict(RIGHT, f"at most {worst[0]} of plain's distance from float32, stored in bf16 {worst[1]}")
+
+
+DISTANCES = "distances.txt"
+"""The whole table that :func:`check_near` saw, in the family's folder."""
+
+
 def check_cp(family: Family, folder: Path, layout: str) -> Verdict:
     """Context parallel over two ranks: exact."""
     return check_object(family, folder, layout)
@@ -151,7 +179,11 @@ class Check:
     layout: str
     world: int
     column: str
+    after: str | None = None
+    """A preparation, of one plain process, that it needs beside the usual one."""
 
+
+NEARNESS = "prepare nearness"
 
 CHECKS: dict[str, Check] = {
     "load": Check(check_load, "ep2", 2, "load"),
@@ -159,6 +191,7 @@ CHECKS: dict[str, Check] = {
     "object": Check(check_object, "ep2", 2, "train"),
     "bf16": Check(check_bf16, "ep2", 2, "bf16"),
     "bf16_object": Check(check_bf16_object, "ep2", 2, "bf16"),
+    "near": Check(check_near, "ep2", 2, "bf16", NEARNESS),
     "cp": Check(check_cp, "cp2", 2, "cp"),
     "save": Check(check_save, "ep2", 2, "save"),
     "save_path": Check(check_save_path, "ep2", 2, "save"),

@@ -21,13 +21,16 @@ def _arguments(bf16: bool) -> Any:
     return plain_arguments(bf16=bf16)
 
 
-def load(path: str, layout: str, *, dtype: str = "float32") -> Any:
-    """A model by path, sharded, through the loader of TRL's trainers (the class that the checkpoint names)."""
+def load(path: str, layout: str, *, dtype: str = "float32", bf16: bool | None = None) -> Any:
+    """A model by path, sharded, through the loader of TRL's trainers (the class that the checkpoint names).
+
+    ``dtype``: stored in. ``bf16``: compute in bf16; None: if stored in it.
+    """
     from hf_fsdpturbo import FSDPTurboSFTTrainer
     from hf_fsdpturbo.parallelize.build import build_model
 
     state = fresh_state(dist.get_world_size(), **LAYOUTS[layout])
-    arguments = _arguments(dtype == "bfloat16")
+    arguments = _arguments(dtype == "bfloat16" if bf16 is None else bf16)
     return build_model(FSDPTurboSFTTrainer, path, arguments, state, defaults={"dtype": dtype})[0]
 
 

@@ -58,6 +58,31 @@ def enter_note(record: Record, note: dict[str, Any]) -> None:
         entry["checks"][note["check"]] = note["verdict"]
 
 
+def merge(record: Record, parts: list[Record]) -> None:
+    """Enter what parts of a sweep found; a check that a part did not ask keeps the verdict it had.
+
+    Raises:
+        ValueError: parts made with different versions, or with others than the record and not for all its families.
+    """
+    for part in parts:
+        if part["versions"] != parts[0]["versions"]:
+            raise ValueError(f"The parts were made with {parts[0]['versions']} and {part['versions']}: sweep again.")
+    found = {name: entry for part in parts for name, entry in part["families"].items()}
+    left = sorted(record["families"].keys() - found.keys())
+    if left and record["versions"] != parts[0]["versions"]:
+        raise ValueError(
+            f"The record was made with {record['versions']}, the parts with {parts[0]['versions']}, and they lack "
+            f"{left[:5]}: sweep all families."
+        )
+    record["versions"] = parts[0]["versions"]
+    for name, entry in found.items():
+        before = record["families"].get(name, {"checks": {}})["checks"]
+        asked = {} if entry.get("not_swept") or entry.get("not_built") else before | entry["checks"]
+        checks = {check: asked[check] for check in CHECKS if check in asked}
+        record["families"][name] = {"checks": checks, **{k: v for k, v in entry.items() if k != "checks"}}
+    record["families"] = dict(sorted(record["families"].items()))
+
+
 def fill_gaps(record: Record, names: list[str], checks: list[str]) -> None:
     """Say ``not run`` where a check was asked for and has no verdict."""
     for name in names:
@@ -100,4 +125,4 @@ def table(record: Record, names: list[str], checks: list[str]) -> str:
     return "\n".join([*lines, "", *faults, "", ", ".join(f"{kind} {number}" for kind, number in count.items())])
 
 
-__all__ = ["CHECKS", "RECORD", "Record", "enter_family", "enter_note", "fill_gaps", "read", "table", "totals", "write"]
+__all__ = ["RECORD", "Record", "enter_family", "enter_note", "fill_gaps", "merge", "read", "table", "totals", "write"]

@@ -14,14 +14,15 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.families.checks import CHECKS, CRASH, REFUSED, Verdict
+from tests.families.checks import CHECKS, CRASH, NEARNESS, REFUSED, Verdict
 from tests.families.listing import Family
-from tests.families.plain import prepare
+from tests.families.nearness import NO_CHOICE, prepare_nearness
+from tests.families.plain import load_plain, prepare, release
 from tests.support.spawn import RankError, init_gloo, run_plain, run_ranks
 
 LIMIT = 90.0  # seconds for one job: a busy machine, not a slow family
@@ -37,6 +38,12 @@ class Job:
 
 
 Note = dict[str, Any]
+
+
+def preparations(families: Iterable[Family], checks: Iterable[str]) -> list[Job]:
+    """What one plain process does before ranks are asked: family by family, and no more than the checks need."""
+    further = dict.fromkeys(CHECKS[check].after for check in checks)
+    return [Job(family, each) for family in families for each in (PREPARE, *further) if each is not None]
 
 
 def _rank() -> int:
@@ -65,6 +72,10 @@ def _note(file: Any, job: Job, **what: Any) -> None:
 def _do(job: Job, folder: Path) -> Note:
     if job.check == PREPARE:
         return {"facts": prepare(job.family, folder)}
+    if job.check == NEARNESS:
+        if job.family.name in NO_CHOICE:
+            return {"facts": {}}
+        return {"facts": prepare_nearness(lambda dtype: load_plain(job.family, release(folder), dtype), folder)}
     check = CHECKS[job.check]
     refusal: str | None = None
     verdict: Verdict | None = None
@@ -159,4 +170,6 @@ def _crash(job: Job, failure: RankError, folder: Path) -> Note:
     detail = f"{failure.kind}: {text}"[:300]
     if job.check == PREPARE:
         return {"family": job.family.name, "check": job.check, "state": "done", "failed": detail}
+    if job.check == NEARNESS:  # its check will miss the file, and crash by itself
+        return {"family": job.family.name, "check": job.check, "state": "done", "facts": {}}
     return {"family": job.family.name, "check": job.check, "state": "done", "verdict": asdict(Verdict(CRASH, detail))}

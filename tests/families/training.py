@@ -29,9 +29,9 @@ class Trained:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def batches() -> list[Tensor]:
+def batches(seed: int = 0) -> list[Tensor]:
     """Ids of every micro-batch, ``[ROWS, LENGTH]`` each."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + seed)
     return [torch.randint(FIRST_ID, LAST_ID, (ROWS, LENGTH), generator=generator) for _ in range(MICRO_BATCHES)]
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.families.__main__ import main
 from tests.families.checks import CHECKS, NOT_RUN
 from tests.families.listing import WITHOUT_PLAN, families
+from tests.families.nearness import NO_CHOICE
 from tests.families.page import page
-from tests.families.record import read
+from tests.families.record import RECORD, read, write
 from tests.families.small import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +25,19 @@ def record():
 
 def test_page_is_written_from_the_record(record):
     assert (ROOT / "docs" / "models.md").read_text(encoding="utf-8") == page(record), AGAIN
+
+
+def test_parts_merge_into_record_and_page(tmp_path, record, capsys):
+    """The one command after a sweep in parts."""
+    names = list(record["families"])
+    parts = [tmp_path / f"part{i}.json" for i in range(3)]
+    for i, path in enumerate(parts):
+        write({**record, "families": {name: record["families"][name] for name in names[i::3]}}, path)
+    merged, markdown = tmp_path / "record.json", tmp_path / "models.md"
+    main(["--merge", *map(str, parts), "--record", str(merged), "--markdown", str(markdown)])
+    assert merged.read_text(encoding="utf-8") == RECORD.read_text(encoding="utf-8")
+    assert markdown.read_text(encoding="utf-8") == page(record)
+    assert "qwen3_moe" in capsys.readouterr().out
 
 
 def test_record_covers_every_family(record):
@@ -63,4 +78,4 @@ def test_only_checks_that_cannot_be_asked_are_not_run(record):
         for check, verdict in entry["checks"].items()
         if verdict["kind"] == NOT_RUN
     ]
-    assert left == [("openai_privacy_filter", "save_path")]
+    assert left == sorted([("openai_privacy_filter", "save_path"), *((name, "near") for name in NO_CHOICE)])

@@ -438,6 +438,17 @@ def test_flags_of_experts_modules(family: str):
     assert experts.num_experts == 8
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_ask_for_their_gate(family: str):
+    """Their forward calls ``self._apply_gate`` with all rows of gate and up, so that an instance may have another."""
+    experts = tiny_model(family).model.layers[0].mlp.experts
+    shapes = []
+    own = experts._apply_gate
+    experts._apply_gate = lambda rows: shapes.append(tuple(rows.shape)) or own(rows)
+    experts(torch.randn(5, 32), torch.full((5, 1), 3), torch.ones(5, 1))
+    assert shapes == [(5, 2 * 16)]
+
+
 def test_gate_rows_come_first_in_qwen3_moe():
     """``down(silu(gate(x)) * up(x))`` with gate in the first half of gate_up_proj."""
     from transformers.integrations.moe import _default_apply_gate
