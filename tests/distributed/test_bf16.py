@@ -79,7 +79,7 @@ def runs(tiny) -> dict[str, Record]:
         "loaded_bf16": Run(in_bf16, data, BF16, ep2, model_kwargs={"dtype": "auto"}, **watch),
         "upcast": Run(in_bf16, data, BF16, {**ep2, "dist_config": {"param_storage_dtype": "float32"}}, **watch),
     }
-    ours = {**ep2, "optim_implementation": "fsdpturbo"}
+    ours = {**ep2, **HEAD, "optim_implementation": "fsdpturbo"}
     sharded["one pass"] = Run(path, data, BF16, ours, gradients=False, after_train=copies_written)
     sharded["gpt_oss"] = Run(tiny("gpt_oss", layers=4), data, BF16, {**ep2, **HEAD})
     tied = tiny("qwen3_moe", tie=True)
