@@ -131,6 +131,10 @@ class FSDPTurboArguments:
         default=UnsetStr("auto"),
         metadata={"help": "SFT: gradients of the LM head in its forward: auto (on an accelerator), on or off."},
     )
+    verify_checkpoint: bool = field(
+        default=cast(bool, UnsetInt(1)),
+        metadata={"help": "Compare what is read of a checkpoint-N with the checksums taken as it was written."},
+    )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings
         use_cpu: bool = field(default=False, init=False)
