@@ -160,7 +160,7 @@ class Saving:
         """
         background, self.background = self.background, None
         if background is not None:
-            background.wait()
+            background.wait(leaving=True)
 
     # Uploads
 

@@ -319,6 +319,15 @@ def damage_code(checkpoint: Path) -> str:
     return "names posix.mkdir, which is no part of an index"
 
 
+def written_before_checksums(checkpoint: Path) -> str:
+    """No damage: as earlier releases wrote it."""
+    marker = json.loads((checkpoint / commit.COMPLETE).read_text())
+    del marker["hashes"], marker["files"]["dcp/shards.json"]
+    (checkpoint / commit.COMPLETE).write_text(json.dumps(marker))
+    (checkpoint / "dcp" / "shards.json").unlink()
+    return "^$"
+
+
 def try_resume(run: Run, checkpoints: list[str]) -> list[str]:
     """Rank function: the error of each."""
     errors = []
@@ -339,7 +348,7 @@ def test_damage_is_named_on_every_rank(tmp_path):
     run_ranks(train, 2, run, str(tmp_path / "run"), timeout=60)
     whole, expected, copies = tmp_path / "run" / "checkpoint-1", [], []
     kinds = [damage_missing, damage_truncated, damage_unmarked, damage_marker, damage_index, damage_shape]
-    kinds += [damage_shard, damage_random_state, damage_code]
+    kinds += [damage_shard, damage_random_state, damage_code, written_before_checksums]
     for damage in kinds:
         copy = tmp_path / damage.__name__
         shutil.copytree(whole, copy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,11 @@ def load_all(paths: dict[tuple[str, str], str]) -> dict:
     from tests.support.spawn import init_gloo
 
     init_gloo()
-    result = {}
+    result: dict = {"counts": {}}
     for (layout, family), path in paths.items():
-        model = load(path, fresh_state(4, **LAYOUTS[layout][0]))
+        with pytest.MonkeyPatch.context() as patches:
+            result["counts"][layout, family] = count_files(patches)
+            model = load(path, fresh_state(4, **LAYOUTS[layout][0]))
         stored = {}
         for name, parameter in model.named_parameters():
             local = parameter.to_local()
@@ -60,6 +63,31 @@ def load_all(paths: dict[tuple[str, str], str]) -> dict:
         config = model.config.to_dict()
         result[layout, family] = (whole_parameters(model), stored, buffers, "distributed_config" in config)
     return result
+
+
+def count_files(patches: pytest.MonkeyPatch) -> dict[str, Counter[str]]:
+    """Openings of weight files and headers read, by file, and keys that are renamed; counted from now on."""
+    import safetensors
+    from transformers import core_model_loading, modeling_utils
+
+    from hf_fsdpturbo.loading import files
+
+    counts: dict[str, Counter[str]] = {"opened": Counter(), "headers": Counter(), "walked": Counter()}
+
+    def counted(what: str, function):
+        def call(first, *args, **kwargs):
+            counts[what][Path(first).name] += 1
+            return function(first, *args, **kwargs)
+
+        return call
+
+    opened = counted("opened", safetensors.safe_open)
+    for owner in (safetensors, modeling_utils):
+        patches.setattr(owner, "safe_open", opened)
+    patches.setattr(files, "safetensors_header", counted("headers", files.safetensors_header))
+    walk = counted("walked", core_model_loading.rename_source_key)
+    patches.setattr(core_model_loading, "rename_source_key", walk)
+    return counts
 
 
 CASES = [
@@ -106,6 +134,22 @@ def test_no_rank_holds_more_than_its_share(loaded, layout: str, family: str):
         assert sum(locals_) == total * copies, name
         # FSDP pads an uneven dim 0 to the largest shard
         assert max(storages) <= max(locals_), name
+
+
+def test_a_rank_opens_the_files_of_its_own_slices(loaded, tiny):
+    """One rank of the node reads the headers; a file is opened once for data; a key of a stack is renamed once."""
+    folder = Path(tiny("qwen3_moe", num_experts=8, max_shard_size="20KB"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    for rank, found in enumerate(loaded):
+        counts = found["counts"]["ep4", "qwen3_moe"]
+        assert set(counts["headers"].values()) == ({1} if rank == 0 else set())
+        assert set(counts["headers"]) == (set(index.values()) if rank == 0 else set())
+        own = {file for key, file in index.items() if ".experts." not in key or int(key.split(".")[5]) // 2 == rank}
+        data = counts["opened"] - counts["headers"]
+        assert data == dict.fromkeys(own, 1)
+        assert len(own) < len(set(index.values())), "a file that holds other ranks' experts alone"
+        assert counts["walked"].keys() == index.keys()
+        assert {count for key, count in counts["walked"].items() if ".experts." in key} == {1}
 
 
 def load_variants(paths: dict[str, str]) -> dict:

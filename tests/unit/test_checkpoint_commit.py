@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -201,11 +202,30 @@ def test_a_failing_rank_asks_nobody_about_a_background_save(monkeypatch):
     trainer = Trainer()
     trainer.args = SimpleNamespace(save_on_each_node=False, push_to_hub=False)
     trainer.async_save = True
-    trainer._saving.background = SimpleNamespace(wait=lambda: waited.append(True))
+    trainer._saving.background = SimpleNamespace(wait=lambda leaving: waited.append(leaving))
     monkeypatch.setattr(saving, "agree", lambda *args: pytest.fail("a collective on the way out"))
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
     assert waited == [True]
+
+
+def test_rank_0_that_leaves_does_not_wait_for_one_that_is_gone(tmp_path, monkeypatch):
+    """Two of three have written; the third never says so. Nothing is committed."""
+    import torch.distributed as dist
+
+    from hf_fsdpturbo.checkpoint import background
+
+    monkeypatch.setattr(background, "LAST_SECONDS", 0.3)
+    save = background.BackgroundSave({"a": torch.ones(2)}, str(tmp_path / "dcp"), timedelta(seconds=30))
+    save._store, committed = dist.HashStore(), []
+    monkeypatch.setattr(background, "world_size", lambda: 3)
+    save._store.set(save._key(1), "null")
+    save._store.add(save._key("number"), 1)
+    save.then(lambda: committed.append(True))
+    error = save.wait(leaving=True)
+    assert isinstance(error, TimeoutError)
+    assert "ranks [2] have not said" in str(error)
+    assert committed == []
 
 
 def test_true_from_a_command_line_means_the_newest(monkeypatch):
