@@ -102,8 +102,8 @@ class Bytes:
         OpenFiles.read = read  # type: ignore[method-assign]
 
 
-def make_trainer(folder: str) -> Any:
-    """The trainer over the release, sharded as it is loaded."""
+def make_trainer(folder: str, model: str = "model") -> Any:
+    """The trainer over a release, sharded as it is loaded."""
     from datasets import Dataset
 
     from hf_fsdpturbo import FSDPTurboSFTConfig, FSDPTurboSFTTrainer
@@ -114,7 +114,7 @@ def make_trainer(folder: str) -> Any:
         gradient_checkpointing=False, model_init_kwargs={"dtype": "bfloat16"},
     )  # fmt: skip
     data = Dataset.from_dict({"text": [" ".join(f"w{(7 * i + j) % 512}" for j in range(32)) for i in range(8)]})
-    return FSDPTurboSFTTrainer(model=f"{folder}/model", args=arguments, train_dataset=data)
+    return FSDPTurboSFTTrainer(model=f"{folder}/{model}", args=arguments, train_dataset=data)
 
 
 def fill_moments(trainer: Any) -> None:
@@ -143,8 +143,7 @@ def rank_main(folder: str, phase: str, file_bytes: int) -> None:
         figures[name] = (peak.top, peak.seconds, moved.read, moved.written)
         return result
 
-    import trl  # noqa: F401  (imports are not what is measured)
-
+    make_trainer(folder, "warm")  # imports are not what is measured
     trainer = measure("load" if phase == "write" else "load again", lambda: make_trainer(folder))
     trainer.create_optimizer_and_scheduler(1)
     if phase == "write":
@@ -232,8 +231,9 @@ def main() -> int:
     parser.add_argument("--folder", help="where the files go, and are removed afterwards")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        os.mkdir(f"{folder}/model")
-        write_release(f"{folder}/model", "tiny" if options.tiny else options.size, options.layers)
+        for name, size in {"warm": "tiny", "model": "tiny" if options.tiny else options.size}.items():
+            os.mkdir(f"{folder}/{name}")
+            write_release(f"{folder}/{name}", size, options.layers)
         weights = sum(path.stat().st_size for path in Path(folder, "model").glob("*.safetensors"))
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
         limit = str(options.file_mb * MB)

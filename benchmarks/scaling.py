@@ -10,6 +10,7 @@ The exponent is that of W between the smallest and the largest number of ranks: 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import pickle
@@ -30,7 +31,11 @@ from hf_fsdpturbo.topology import Topology
 
 WORLDS = (8, 64, 256, 1024)
 EP_SIZE = RANKS_A_NODE = 8
-LAYERS, EXPERTS, HIDDEN, FFN = 94, 128, 4096, 1536  # Qwen3-235B-A22B
+MODELS = {  # layers with experts, experts, hidden, ffn
+    "Qwen3-235B": (94, 128, 4096, 1536),
+    "Qwen3-30B": (48, 128, 2048, 768),
+    "DeepSeek-V3": (58, 256, 7168, 2048),
+}
 
 
 def exponent(values: list[float], worlds: tuple[int, ...] = WORLDS) -> float:
@@ -140,15 +145,16 @@ def loaders(world: int) -> dict[str, float]:
     }
 
 
-def stacked_parts(world: int, rank: int) -> list[Any]:
-    """What one rank writes of Qwen3-235B's stacked experts and their moments, without the tensors."""
+def stacked_parts(model: str, world: int, rank: int) -> list[Any]:
+    """What one rank writes of a model's stacked experts and their moments, without the tensors."""
     from hf_fsdpturbo.checkpoint.shard_file import Part
     from hf_fsdpturbo.shards import Box
 
     parts = []
-    for layer in range(LAYERS):
-        for name, shape in {"gate_up": (EXPERTS, 2 * FFN, HIDDEN), "down": (EXPERTS, HIDDEN, FFN)}.items():
-            rows = EXPERTS // EP_SIZE, -(-shape[2] // (world // EP_SIZE))
+    layers, experts, hidden, ffn = MODELS[model]
+    for layer in range(layers):
+        for name, shape in {"gate_up": (experts, 2 * ffn, hidden), "down": (experts, hidden, ffn)}.items():
+            rows = experts // EP_SIZE, -(-shape[2] // (world // EP_SIZE))
             offset = rows[0] * (rank % EP_SIZE), 0, min(rows[1] * (rank // EP_SIZE), shape[2])
             box = Box(offset, (rows[0], shape[1], min(rows[1], shape[2] - offset[2])))
             for kind in ("model", "optim.exp_avg", "optim.exp_avg_sq"):
@@ -163,23 +169,29 @@ def index(world: int) -> dict[str, float]:
     from hf_fsdpturbo.checkpoint import shard_file
     from hf_fsdpturbo.checkpoint.dcp_index import parse_index
 
-    def nothing(file: Any, part: Any, tensor: Any) -> Any:
-        return shard_file.Chunk(part, 0, 2 * math.prod(part.box.shape), secrets.token_hex(16))
+    numbers = itertools.count()
 
+    def nothing(file: Any, part: Any, tensor: Any) -> Any:
+        size = 2 * math.prod(part.box.shape)
+        return shard_file.Chunk(part, next(numbers) * size, size, secrets.token_hex(16))
+
+    def write(model: str, rank: int) -> Any:
+        parts = [(part, torch.empty(0)) for part in stacked_parts(model, world, rank)]
+        path = os.path.join(directory, shard_file.file_name(rank))
+        written = shard_file.write_shard(path, "0" * 32, parts)
+        sizes[f"F5 KiB of a rank's list, {model} ({len(parts)} keys)"] = os.path.getsize(path) / 1024
+        return written
+
+    sizes: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         with mock.patch.object(shard_file, "_write_chunk", nothing), mock.patch.object(os, "fsync"):
-            written = []
-            for rank in range(world):
-                parts = [(part, torch.empty(0)) for part in stacked_parts(world, rank)]
-                path = os.path.join(directory, shard_file.file_name(rank))
-                written.append(shard_file.write_shard(path, "0" * 32, parts))
-        size = os.path.getsize(path)
+            for model in MODELS:
+                write(model, 0)
+            written = [write("Qwen3-235B", rank) for rank in range(world)]
         began = time.process_time()
         dcp_save.write_index(directory, "0" * 32, written)
         first = time.process_time()
-        trailers = counted(
-            dcp_save.ShardFile, "trailer", lambda: dcp_save.write_index(directory, "1" * 32, written)
-        )
+        trailers = counted(dcp_save.ShardFile, "trailer", lambda: dcp_save.write_index(directory, "1" * 32, written))
         later = time.process_time()
         with open(os.path.join(directory, ".metadata"), "rb") as file:
             raw = file.read()
@@ -187,8 +199,8 @@ def index(world: int) -> dict[str, float]:
         parse_index(raw, "")
         parsed = time.process_time()
     return {
-        f"F5 KiB of a rank's list ({len(parts)} keys)": size / 1024,
-        "F5 MiB of lists that rank 0 reads, first save": size * world / 2**20,
+        **sizes,
+        "F5 MiB of lists that rank 0 reads, first save": next(iter(sizes.values())) * world / 1024,
         "F5 lists that rank 0 reads, later saves": trailers,
         "F5 KiB gathered of all ranks": len(pickle.dumps(written)) / 1024,
         "F5 s to make the index, first save": first - began,
