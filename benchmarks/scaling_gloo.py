@@ -58,11 +58,11 @@ def sockets() -> int:
     return found
 
 
-def one_rank(rank: int, world: int, port: int, folder: str, layers: int, results: Any) -> None:
+def one_rank(rank: int, world: int, folder: str, layers: int, results: Any) -> None:
     """Save, save again, resume, save in the background; counts of this rank."""
     torch.set_num_threads(1)
     socket.gethostname = lambda: f"node{rank // RANKS_A_NODE}"
-    store = dist.TCPStore("127.0.0.1", port, world, False, timeout=timedelta(seconds=120))
+    store = dist.FileStore(f"{folder}/store", world)  # of no thread, which a fork would lose
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
     state = make_state(layers, world)
     counts: Counter[str] = Counter()
@@ -101,7 +101,10 @@ def one_rank(rank: int, world: int, port: int, folder: str, layers: int, results
     row["sockets that a background save opens"] = sockets() - before_save
     dist.barrier()
     results.put((rank, row))
+    results.close()
+    results.join_thread()
     dist.barrier()
+    os._exit(0)  # gloo's threads need no goodbye
 
 
 def list_bytes(directory: str, rank: int) -> int:
@@ -113,17 +116,15 @@ def list_bytes(directory: str, rank: int) -> int:
 
 def measure(world: int, layers: int) -> list[dict[str, float]]:
     """The rows of all ranks."""
-    store = dist.TCPStore("127.0.0.1", 0, world, True, wait_for_workers=False, timeout=timedelta(seconds=120))
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=one_rank, args=(rank, world, store.port, folder, layers, results))
-            for rank in range(world)
+            context.Process(target=one_rank, args=(rank, world, folder, layers, results)) for rank in range(world)
         ]
         for process in processes:
             process.start()
-        found = dict(results.get(timeout=300) for _ in processes)
+        found = dict(results.get(timeout=150) for _ in processes)
         for process in processes:
             process.join()
     return [found[rank] for rank in range(world)]
