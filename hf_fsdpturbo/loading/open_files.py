@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 Headers = dict[str, dict[str, Any]]
@@ -21,10 +21,13 @@ class OpenFiles(Mapping[str, Any]):
     Args:
         folder: of the files.
         headers: of all of them.
+
+    Attributes:
+        used: whether Transformers took its tensors from here.
     """
 
     def __init__(self, folder: str, headers: Headers) -> None:
-        self._folder, self._headers = folder, headers
+        self._folder, self._headers, self.used = folder, headers, False
         self._files = {key: file for file, header in headers.items() for key in header}
         self._open: dict[str, Any] = {}
         self._stack, self._lock = contextlib.ExitStack(), threading.Lock()
@@ -33,6 +36,11 @@ class OpenFiles(Mapping[str, Any]):
         """Close all files."""
         self._open.clear()
         self._stack.close()
+
+    def are(self, paths: Iterable[str]) -> bool:
+        """Whether these are the files that Transformers would read: an adapter's base lies elsewhere."""
+        own = {os.path.realpath(os.path.join(self._folder, file)) for file in self._headers}
+        return own == {os.path.realpath(path) for path in paths}
 
     def path(self, key: str) -> str:
         """File of a tensor."""
@@ -96,8 +104,8 @@ def opened_on_demand(files: Callable[[], OpenFiles | None]) -> Iterator[None]:
 
     def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
         found = files() if state_dict is None and load_config.hf_quantizer is None else None
-        if found is not None:
-            state_dict = dict(found.items())
+        if found is not None and found.are(checkpoint_files or []):
+            found.used, state_dict = True, dict(found.items())
         return own.__func__(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[assignment,method-assign]

@@ -100,8 +100,10 @@ def load_sharded(
         return model
 
     def check(model: nn.Module) -> None:
-        if files:
+        if files is not None and files.used:
             check_sources(found, model, *cast(tuple[str, Headers], there))
+        elif files:
+            check_headers(cast(Any, model), *cast(tuple[str, Headers], there))
 
     with freed_at_once(), raised_on_every_rank(f"loading {path}"):
         if fault is not None:
@@ -117,7 +119,8 @@ def load_sharded(
         if files is not None and there is not None:
             check_loaded(model, found, files, check_loading)
             files.close()
-            unknown = found.unknown if found.conversions else check_headers(cast(Any, model), *there)
+            walked = files.used and found.conversions  # neither where rank 0 sends the weights
+            unknown = found.unknown if walked else check_headers(cast(Any, model), *there)
             settle_unused(path, model, *there, unknown, fresh_head=bool(fresh_heads), drop=drop_unused)
     initialise_as_usual(model)
     report_fresh_heads(path, fresh_heads)
