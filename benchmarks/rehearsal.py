@@ -6,7 +6,8 @@
 
 For each operation, the worst rank's growth of anonymous memory, seconds, and the bytes that all ranks read and wrote,
 against the bytes that must move. No step is trained: AdamW's moments are filled by hand. Memory maps of weight files
-are counted by the slices that are read of them. The exit status is 1 where bytes are above 1.3 times what must move.
+are counted by the slices that are read of them. The exit status is 1 where bytes are above 1.3 times what must move
+(but for ``--tiny``).
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ def main() -> int:
         results.append(run(*launch, __file__, "--rank", folder, "resume", limit))
     within = report(results, weights)
     print(f"both exports hold the released weights bit for bit: {equal}")
-    return 0 if within and equal else 1
+    return 0 if equal and (within or options.tiny) else 1
 
 
 if __name__ == "__main__":

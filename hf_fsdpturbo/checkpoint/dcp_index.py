@@ -1,13 +1,12 @@
 """``.metadata``, the index of a DCP directory: read without running code, checked, and written from what ranks wrote.
 
-It is a pickle of DCP's own classes. They are read as plain stand-ins: a pickle can neither call nor change anything.
+It is a pickle of DCP's own classes, which is read with plain stand-ins for them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import os
 import pickle
 from collections.abc import Iterable, Iterator
@@ -25,12 +24,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from hf_fsdpturbo.checkpoint import plain_pickle
+from hf_fsdpturbo.checkpoint.checksums import checksum
+from hf_fsdpturbo.checkpoint.plain_pickle import shown
 from hf_fsdpturbo.checkpoint.shard_file import Chunk, is_plain_name
 from hf_fsdpturbo.checkpoint.tiling import check_tiles
 from hf_fsdpturbo.shards import Box
 
 METADATA = ".metadata"
-_ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +60,6 @@ class SavedTensor:
 # Reading
 
 
-class _Part:
-    """Stands in for an object of DCP: keeps its state, whatever that is, and does nothing."""
-
-    state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def get(self, name: str, default: Any = _ABSENT) -> Any:
-        """One of its attributes.
-
-        Raises:
-            ValueError: it has none of that name.
-        """
-        state = self.state if isinstance(self.state, dict) else {}
-        if name not in state and default is _ABSENT:
-            raise ValueError(f"an entry without {name!r}")
-        return state.get(name, default)
-
-
-class _Value:
-    """Stands in for a shape, a layout, a path: what is called with values gives these."""
-
-    def __new__(cls, *values: Any) -> Any:
-        return values[0] if len(values) == 1 else values
-
-
 _DCP = "torch.distributed.checkpoint."
 _OBJECTS = {
     (f"{_DCP}metadata", name)
@@ -104,25 +78,12 @@ _VALUES = {
 """What ``.metadata`` may name. All else is refused."""
 
 
-class _Unpickler(pickle.Unpickler):
-    """Knows DCP's own classes, as stand-ins, and dtypes."""
+def read_index(directory: str, proof: str | None = None) -> dict[str, SavedTensor]:
+    """Tensors of a DCP directory by key.
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OBJECTS:
-            return type(name, (_Part,), {})  # of this load alone, whatever a pickle does to it
-        if (module, name) in _VALUES:
-            return type(name, (_Value,), {})
-        dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        raise ValueError(f"it names {module}.{name}, which is no part of an index")
-
-
-_UNREADABLE = (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError, MemoryError)
-
-
-def read_index(directory: str) -> tuple[dict[str, SavedTensor], bytes]:
-    """Tensors of a DCP directory by key, and the bytes of its index.
+    Args:
+        directory: of the shards.
+        proof: checksum that the index must have; None is not asked for.
 
     Raises:
         ValueError: no index, a damaged one, one that would run code, or chunks that do not make up a tensor; names
@@ -136,17 +97,23 @@ def read_index(directory: str) -> tuple[dict[str, SavedTensor], bytes]:
         raise ValueError(f"{path} is missing: {directory} is not a DCP directory, or was not finished.") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error}): copy the file again.") from error
-    return parse_index(raw, path), raw
+    if proof is not None and checksum(raw) != proof:
+        raise ValueError(f"{path} is not the one that was written. Copy it again, or choose another checkpoint.")
+    return parse_index(raw, path, known=proof is not None)
 
 
-def parse_index(raw: bytes, path: str) -> dict[str, SavedTensor]:
-    """The tensors in the bytes of an index; see :func:`read_index`."""
+def parse_index(raw: bytes, path: str, *, known: bool = False) -> dict[str, SavedTensor]:
+    """The tensors in the bytes of an index; see :func:`read_index`.
+
+    Args:
+        raw: the bytes.
+        path: of their file, for messages.
+        known: they are those that this package wrote.
+    """
     try:
         with _no_collection():
-            tensors = _tensors(_Unpickler(io.BytesIO(raw)).load())
-    except RecursionError as error:
-        raise ValueError(f"{path} cannot be read (too deep): copy the file again.") from error
-    except _UNREADABLE as error:
+            tensors = _tensors(plain_pickle.load(raw, _OBJECTS, _VALUES, known=known))
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{path} cannot be read ({error}): copy the file again.") from error
     for key, tensor in tensors.items():
         try:
@@ -180,6 +147,8 @@ def _tensors(index: Any) -> dict[str, SavedTensor]:
         places[position.get("fqn"), () if offset is None else tuple(offset)] = info
     tensors = {}
     for key, entry in index.get("state_dict_metadata").items():
+        if not isinstance(key, str):
+            raise ValueError(f"an entry is named by {shown(key)}")
         if type(entry).__name__ != "TensorStorageMetadata":
             continue  # bytes of an object: no tensor is made of it
         size, properties = _shape(entry.get("size"), key), entry.get("properties").state
@@ -198,7 +167,7 @@ def _tensors(index: Any) -> dict[str, SavedTensor]:
 def _shape(values: Any, key: str) -> tuple[int, ...]:
     shape = tuple(values)
     if not all(type(value) is int and 0 <= value < 2**62 for value in shape):
-        raise ValueError(f"{key} has a shape of {str(shape)[:100]}")
+        raise ValueError(f"{key} has a shape of {', '.join(map(shown, shape[:16]))}")
     return shape
 
 
@@ -207,11 +176,11 @@ def _place(key: str, box: Box, info: Any) -> Place:
         raise ValueError(f"{key} lacks the place of its chunk at {box.offset}")
     file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
     if not is_plain_name(file):
-        raise ValueError(f"{key} lies in {str(file)[:100]!r}, which is no file beside the index")
+        raise ValueError(f"{key} lies in {shown(file)}, which is no file beside the index")
     if type(start) is not int or type(length) is not int or start < 0 or length < 0:
-        raise ValueError(f"{key} lies at {str(start)[:30]} + {str(length)[:30]} of {file}")
+        raise ValueError(f"{key} lies at {shown(start)} + {shown(length)} of {file}")
     if info.get("transform_descriptors", None):
-        raise ValueError(f"{key} is stored with {info.get('transform_descriptors')}, which cannot be undone here")
+        raise ValueError(f"{key} is stored transformed, which cannot be undone here")
     return Place(box, file, start, length)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_fsdpturbo.checkpoint.checksums import HASH, checksum
+from hf_fsdpturbo.checkpoint.checksums import HASH
 from hf_fsdpturbo.checkpoint.commit import read_json
-from hf_fsdpturbo.checkpoint.dcp_index import METADATA, Place, SavedTensor, read_index
+from hf_fsdpturbo.checkpoint.dcp_index import Place, SavedTensor, read_index
 from hf_fsdpturbo.checkpoint.dcp_save import FORMAT, SHARDS_JSON
 from hf_fsdpturbo.checkpoint.shard_file import ShardFile
 from hf_fsdpturbo.ranks import (
@@ -71,10 +71,8 @@ class SavedDirectory:
         """Read the index here; what the others are told."""
         path = os.path.join(self.directory, SHARDS_JSON)
         self._shards = _shards(path) if os.path.isfile(path) else None
-        self.tensors, raw = read_index(self.directory)
-        if self.verify and self._shards is not None and checksum(raw) != self._shards["index"]:
-            index = os.path.join(self.directory, METADATA)
-            raise ValueError(f"{index} is not the one that was written. Copy it again, or choose another checkpoint.")
+        proof = self._shards["index"] if self.verify and self._shards is not None else None
+        self.tensors = read_index(self.directory, proof)
         # of the checksums, the files' are told with the places in them
         shards = None if self._shards is None else {**self._shards, "files": {}}
         return {key: (tensor.size, tensor.dtype) for key, tensor in self.tensors.items()}, shards

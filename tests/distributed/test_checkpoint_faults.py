@@ -280,7 +280,7 @@ def damage_marker(checkpoint: Path) -> str:
 def damage_index(checkpoint: Path) -> str:
     path = checkpoint / "dcp" / ".metadata"
     path.write_bytes(b"x" * path.stat().st_size)
-    return ".metadata cannot be read"
+    return ".metadata is not the one that was written"
 
 
 def damage_shape(checkpoint: Path) -> str:
@@ -312,7 +312,8 @@ def damage_random_state(checkpoint: Path) -> str:
 
 
 def damage_code(checkpoint: Path) -> str:
-    """An index that makes a folder when it is unpickled, of the size that the marker has."""
+    """An index that makes a folder when it is unpickled, of the size that the marker has; nothing proves it."""
+    written_before_checksums(checkpoint)
     path = checkpoint / "dcp" / ".metadata"
     code = b"cposix\nmkdir\n(V" + str(checkpoint / "mark").encode() + b"\ntR."
     path.write_bytes(code + b"x" * (path.stat().st_size - len(code)))
