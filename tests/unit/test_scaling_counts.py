@@ -92,7 +92,6 @@ def test_axes_of_one_rank_have_a_group():
 
 def written_by(rank: int, replicas: int) -> list[tuple[str, Box]]:
     """Parts that one of 32 ranks writes of 64 tensors, under HSDP with this many replicas, and of a plain one."""
-    import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
