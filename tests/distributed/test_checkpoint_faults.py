@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -311,11 +312,21 @@ def damage_random_state(checkpoint: Path) -> str:
     return "failed on rank 1 of 2: .*rng_state_1.pth is not what was written"
 
 
+class Mark:
+    """Its pickle makes a folder."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
 def damage_code(checkpoint: Path) -> str:
     """An index that makes a folder when it is unpickled, of the size that the marker has; nothing proves it."""
     written_before_checksums(checkpoint)
     path = checkpoint / "dcp" / ".metadata"
-    code = b"cposix\nmkdir\n(V" + str(checkpoint / "mark").encode() + b"\ntR."
+    code = pickle.dumps(Mark(str(checkpoint / "mark")))
     path.write_bytes(code + b"x" * (path.stat().st_size - len(code)))
     return "names posix.mkdir, which is no part of an index"
 
