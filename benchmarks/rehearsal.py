@@ -72,7 +72,7 @@ def write_release(directory: str, size: str, layers: int) -> None:
 
 
 class Bytes:
-    """Context: bytes that this process read and wrote; what gloo sends counts as written, what it receives does not."""
+    """Context: bytes that this process read and wrote, with those that gloo sends, without those it receives."""
 
     mapped = 0
 
