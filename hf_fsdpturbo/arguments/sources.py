@@ -46,7 +46,7 @@ INTEGERS = (
     "ranks_per_node",
     "dist_timeout",
 )
-BOOLEANS = ("drop_unused_tensors",)
+BOOLEANS = ("drop_unused_tensors", "verify_checkpoint")
 # Public fields with their defaults in force; FSDPTurboArguments' fields have equal ones (tested), marked as unset.
 PUBLIC_DEFAULTS: dict[str, Any] = {
     "dist_config": None,
@@ -66,6 +66,7 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "optim_implementation": "auto",
     "recompute": "full",
     "fused_linear_cross_entropy": "auto",
+    "verify_checkpoint": True,
 }
 CHECK_LOADING = ("sample", "full", "off")
 OPTIM_IMPLEMENTATIONS = ("auto", "fsdpturbo", "torch")

@@ -113,8 +113,7 @@ class FSDPTurboArguments:
         metadata={"help": "Leave out of what is saved the tensors of the checkpoint that the model does not use."},
     )
     check_loading: str = field(
-        default=UnsetStr("sample"),
-        metadata={"help": "What is compared with the checkpoint's files after loading: sample, full or off."},
+        default=UnsetStr("sample"), metadata={"help": "What is compared with the files afterwards: sample, full, off."}
     )
     optim_implementation: str = field(
         default=UnsetStr("auto"),
@@ -130,6 +129,9 @@ class FSDPTurboArguments:
     fused_linear_cross_entropy: str = field(
         default=UnsetStr("auto"),
         metadata={"help": "SFT: gradients of the LM head in its forward: auto (on an accelerator), on or off."},
+    )
+    verify_checkpoint: bool = field(
+        default=cast(bool, UnsetInt(1)), metadata={"help": "Compare what is read of checkpoint-N with its checksums."}
     )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings

@@ -77,6 +77,7 @@ class FSDPTurboTrainerMixin:
         self.parallel_state = set_up.parallel_state
         self._batches = SharedBatches(set_up.topology.cp_size, set_up.topology.dp_size)
         self._saving, self._norm = saving.Saving(self), StepNorm(self)
+        self._opened: Any = None  # shards of the checkpoint that is being resumed
         self.sharding_report = set_up.shard_models()
         with set_up.parent_arguments() as given:
             super().__init__(*given.args, **given.kwargs)
@@ -276,11 +277,12 @@ class FSDPTurboTrainerMixin:
             adapter_files.load_adapter(self.model, directory)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        resuming.load_model(self, resume_from_checkpoint)
+        self._opened = resuming.load_model(self, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            resuming.load_training_state(self, checkpoint)
+            opened, self._opened = self._opened, None
+            resuming.load_training_state(self, checkpoint, opened)
 
     def _load_best_model(self) -> None:
         self._saving.finish()
