@@ -131,6 +131,13 @@ class FSDPTurboArguments:
         default=UnsetStr("auto"),
         metadata={"help": "SFT: gradients of the LM head in its forward: auto (on an accelerator), on or off."},
     )
+    checkpoint_format: str | None = field(
+        default=None,
+        metadata={
+            "help": "What a checkpoint-N holds: dcp (shards), hub (weights as Transformers loads them) or both; left "
+            "out, dcp in sharded runs, and plain Trainer's own files in one process."
+        },
+    )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings
         use_cpu: bool = field(default=False, init=False)
@@ -146,15 +153,24 @@ class FSDPTurboArguments:
 
     def __post_init__(self) -> None:
         check_floors()
-        given = {name: getattr(self, name) for name in PUBLIC_DEFAULTS}
-        settings, launch = resolve_settings(given, bool(getattr(self, "use_cpu", False)))
-        launch_config.refuse_foreign_environment()
-        self._adopt(_resolved_from(settings, settings, launch))
+        launch = self._resolve()
         self._set_timeout()
         if launch.use_cpu:
             self.use_cpu = True  # accelerate does not hand it to the processes it starts
         refuse_unsupported(self)
         super().__post_init__()  # type: ignore[misc]
+        self._settle(launch)
+
+    def _resolve(self) -> launch_config.LaunchConfig:
+        """Merge the sources, and write what is in force onto the fields."""
+        given = {name: getattr(self, name) for name in PUBLIC_DEFAULTS}
+        settings, launch = resolve_settings(given, bool(getattr(self, "use_cpu", False)))
+        launch_config.refuse_foreign_environment()
+        self._adopt(_resolved_from(settings, settings, launch))
+        return launch
+
+    def _settle(self, launch: launch_config.LaunchConfig) -> None:
+        """What needs the device and the process group, which ``TrainingArguments.__post_init__`` sets up."""
         self._check_launch(launch)
         self._fit_one_process()
         _ = self.fsdpturbo_topology  # sizes that do not fit are refused here, before a data set is read

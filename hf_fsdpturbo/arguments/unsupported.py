@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, KernelParams
 from hf_fsdpturbo.quantisation import refuse_settings
 
@@ -42,8 +43,10 @@ def refuse_unsupported(args: Any) -> None:
     Raises:
         ValueError: naming field, value, reason and fix.
     """
-    _refuse_training_fields(args)
-    _refuse_optimizer(args, _UNPROVEN_OPTIMIZERS, "{} optimizers are unproven on sharded experts")
+    _refuse_other_owners(args)
+    if launch_config.world_size() > 1:  # one process takes what plain Trainer takes
+        _refuse_training_fields(args)
+        _refuse_optimizer(args, _UNPROVEN_OPTIMIZERS, "{} optimizers are unproven on sharded experts")
     _refuse_foreign_implementation(args)
     _refuse_parallelism(args)
     _refuse_backend_fields(args.fsdpturbo_params, args.recompute)
@@ -52,10 +55,7 @@ def refuse_unsupported(args: Any) -> None:
         _refuse_context_parallel(args)
 
 
-def _refuse_training_fields(args: Any) -> None:
-    for field in ("fp16", "fp16_full_eval"):
-        if getattr(args, field, False):
-            raise _refused(field, True, "it trains in bf16 or fp32, without a gradient scaler", "Use bf16=True.")
+def _refuse_other_owners(args: Any) -> None:
     for field, owner in (
         ("deepspeed", "DeepSpeed"),
         ("fsdp", "accelerate's FSDP"),
@@ -63,6 +63,12 @@ def _refuse_training_fields(args: Any) -> None:
     ):
         if value := getattr(args, field, None):
             raise _refused(field, value, f"it shards the model itself, so {owner} cannot", f"Leave {field} out.")
+
+
+def _refuse_training_fields(args: Any) -> None:
+    for field in ("fp16", "fp16_full_eval"):
+        if getattr(args, field, False):
+            raise _refused(field, True, "it trains in bf16 or fp32, without a gradient scaler", "Use bf16=True.")
     for field in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
         if value := getattr(args, field, None):
             raise _refused(field, value, "torch_compile is untested with expert dispatch", f"Leave {field} out.")

@@ -17,6 +17,7 @@ import re
 import shutil
 import stat
 import time
+from collections.abc import Callable
 from typing import Any
 
 from hf_fsdpturbo.ranks import FAILURES, from_rank0, rank
@@ -174,11 +175,11 @@ def verify(directory: str) -> dict[str, Any]:
         )
     facts = read_json(os.path.join(directory, COMPLETE))
     for name, size in facts["files"].items():
-        _check_file(directory, name, size)
+        check_file(directory, name, size)
     return facts
 
 
-def _check_file(directory: str, name: str, size: int) -> None:
+def check_file(directory: str, name: str, size: int) -> None:
     """Raise ValueError unless the file is there with the size on record; asks the file system once."""
     path = os.path.join(directory, name)
     try:
@@ -213,7 +214,7 @@ def fault_in(directory: str) -> BaseException | None:
     own = f"rng_state_{rank()}.pth"
     try:
         if fault is None and rank() != 0 and own in random_states:
-            _check_file(directory, own, random_states[own])
+            check_file(directory, own, random_states[own])
     except FAILURES as caught:
         fault = caught
     return fault
@@ -226,14 +227,14 @@ def checkpoints(run_dir: str) -> list[tuple[int, str]]:
     return sorted(entry for entry in found if os.path.isdir(entry[1]))
 
 
-def last_checkpoint(run_dir: str) -> tuple[str | None, list[str]]:
-    """Newest finished checkpoint (or None), and what was skipped on the way and left unfinished, in words."""
+def last_checkpoint(run_dir: str, taken: Callable[[str], bool] = is_finished) -> tuple[str | None, list[str]]:
+    """Newest checkpoint that may be ``taken`` (or None), and what was skipped or left unfinished, in words."""
     notes = []
     staging = staging_dir(run_dir)
     for entry in sorted(os.listdir(staging)) if os.path.isdir(staging) else ():
         notes.append(f"{os.path.join(staging, entry)} was never finished and is ignored")
     for _, path in reversed(checkpoints(run_dir)):
-        if is_finished(path):
+        if taken(path):
             return path, notes
         notes.append(f"{path} has no {COMPLETE} (unfinished, or not written by hf_fsdpturbo) and is skipped")
     return None, notes

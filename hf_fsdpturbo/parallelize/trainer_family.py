@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,17 @@ ONLINE_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 def trl_classes(trainer_class: type) -> dict[str, type]:
     """The classes of TRL that a trainer extends, by name, nearest first; none for other trainers."""
     return {cls.__name__: cls for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.")}
+
+
+def default_arguments(trainer_class: type) -> Any:
+    """What a trainer that is given no ``args`` makes itself: the defaults of its family's class."""
+    from transformers import TrainingArguments
+
+    for name, cls in trl_classes(trainer_class).items():
+        config = vars(sys.modules[cls.__module__]).get(name.replace("Trainer", "Config"))
+        if name.endswith("Trainer") and config is not None:
+            return config()
+    return TrainingArguments()
 
 
 def refuse_online(trainer_class: type) -> None:

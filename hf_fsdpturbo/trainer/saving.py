@@ -10,12 +10,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_fsdpturbo.checkpoint import commit, dcp, facts, unused
 from hf_fsdpturbo.checkpoint.background import BackgroundSave
 from hf_fsdpturbo.checkpoint.hub import export_model
 from hf_fsdpturbo.lora import adapter_files
 from hf_fsdpturbo.ranks import FAILURES, CheckpointError, agree, from_rank0, rank, together, world_size
+from hf_fsdpturbo.trainer.refusals import is_transformers_model
 
 TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 
@@ -25,15 +27,35 @@ class Saving:
 
     Args:
         trainer: read for its model, arguments, state, optimizer and scheduler at the time of each call.
+        checkpoint_format: the argument of that name; None is ``hub`` in one process, ``dcp`` in sharded runs.
 
     Attributes:
         staging: where the parent class writes while a checkpoint is being saved, else None.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, checkpoint_format: str | None) -> None:
         self.trainer = trainer
+        self.alone = trainer.parallel_state is None
+        self.format = checkpoint_format or ("hub" if self.alone else "dcp")
         self.staging: str | None = None
         self.background: BackgroundSave | None = None
+
+    @property
+    def as_plain(self) -> bool:
+        """One process writes plain Trainer's own files."""
+        return self.alone and self.format == "hub"
+
+    @property
+    def with_weights(self) -> bool:
+        """Whether a ``checkpoint-N`` holds weights that Transformers loads."""
+        return self.trainer.args.save_only_model or self.format != "dcp"
+
+    @property
+    def left_to_parent(self) -> bool:
+        """Whether the parent's ``save_model`` writes: adapters, and models without a config, of one process."""
+        return self.alone and not isinstance(self.trainer.model, PreTrainedModel) and (
+            self.staging is None or self.as_plain
+        )
 
     # Hub format
 
@@ -45,9 +67,7 @@ class Saving:
         """
         directory = output_dir or self.trainer.args.output_dir
         self._save_side_files(directory)
-        if (self.staging is None or self.trainer.args.save_only_model) and not adapter_files.is_peft(
-            self.trainer.model
-        ):
+        if (self.staging is None or self.with_weights) and not adapter_files.is_peft(self.trainer.model):
             export_model(self.trainer.model, directory, self.trainer.hub_file_bytes)
 
     def _save_side_files(self, directory: str) -> None:
@@ -125,16 +145,20 @@ class Saving:
         commit.rotate(run_dir, limit, self.trainer.state.best_model_checkpoint, new)
 
     def save_training_state(self, output_dir: str) -> None:
-        """Model and optimizer as DCP shards, scheduler, topology.json."""
+        """Model (unless Hub files hold it) and optimizer as DCP shards, scheduler, topology.json."""
         trainer = self.trainer
         optimizer, directory = dcp.unwrap_optimizer(trainer.optimizer), os.path.join(output_dir, dcp.DCP_DIR)
         with together(f"saving to {output_dir}"):
-            state = dcp.gather_state(trainer.model, optimizer, adapter_files.is_peft(trainer.model))
+            adapted = adapter_files.is_peft(trainer.model)
+            state = dcp.gather_state(trainer.model, optimizer, adapted)
+            in_hub_files = self.format == "hub" and not adapted
+            if in_hub_files:
+                state = {key: tensor for key, tensor in state.items() if not key.startswith("model.")}
             if rank() == 0:
                 dcp.write_optimizer_json(trainer.model, optimizer, output_dir)
-                described = facts.describe(trainer.model, sizes_of(trainer))
+                described = facts.describe(trainer.model, sizes_of(trainer), "hub" if in_hub_files else "dcp")
                 commit.write_json(os.path.join(output_dir, facts.TOPOLOGY_JSON), described)
-                if not adapter_files.is_peft(trainer.model):
+                if not adapted and self.format == "dcp":
                     unused.keep_beside(trainer.model, output_dir)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch warns whenever a scheduler is saved without its optimizer
@@ -165,10 +189,10 @@ class Saving:
     # Uploads
 
     def _push(self, checkpoint: str) -> None:
-        """Upload after the commit. Shards are no use to a reader of the Hub, so the model is exported first."""
+        """Upload after the commit. Shards are no use to a reader of the Hub, so a model in them is exported first."""
         if not from_rank0(rank() == 0 and self._push_is_due()):
             return
-        if not self.trainer.args.save_only_model:
+        if not self.with_weights:
             self.trainer.save_model(self.trainer.args.output_dir, _internal_call=True)
         self.trainer._push_from_checkpoint(checkpoint)
 
@@ -194,6 +218,17 @@ def check_settings(trainer: Any) -> None:
         raise ValueError(
             "save_on_each_node=True is not supported: all ranks write one checkpoint together. Put output_dir on "
             "a file system that all nodes share, and leave save_on_each_node out."
+        )
+    kept, model = trainer._saving.format, trainer.model
+    if kept != "hub" and trainer.parallel_state is None and not is_transformers_model(model):
+        raise ValueError(
+            f"checkpoint_format={kept!r} needs a Transformers model, but model is a {type(model).__name__}. Leave it "
+            "out."
+        )
+    if trainer.async_save and trainer._saving.as_plain:
+        raise ValueError(
+            "async_save=True acts on shards, and one process writes plain Trainer's files. Set checkpoint_format to "
+            "'dcp'."
         )
     if trainer.async_save and trainer.args.push_to_hub:
         raise ValueError("async_save=True with push_to_hub=True is not supported: leave one of them out.")

@@ -36,6 +36,7 @@ OVERRIDES = {
     "_save_rng_state": "self output_dir",
     "_save_scaler": "self output_dir",
     "_track_num_input_tokens": "self inputs",
+    "call_model_init": "self trial",
     "compute_loss": "self model inputs return_outputs num_items_in_batch",
     "create_accelerator_and_postprocess": "self",
     "create_optimizer": "self model",
