@@ -245,7 +245,7 @@ def loaded_plainly(folder: str) -> dict[str, dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory) -> dict[str, Any]:
-    """Stock TRL's checkpoints resumed on two ranks; two formats of ours written there, and resumed there and in one."""
+    """Stock TRL's checkpoints resumed on two ranks; two formats of ours written and resumed there, and in one."""
     root = tmp_path_factory.mktemp("others")
     model = save_tiny("qwen3_moe", root / "model")
     one, two = ONE.run(model), EP2.run(model)
@@ -259,7 +259,7 @@ def others(tmp_path_factory) -> dict[str, Any]:
         "stock": (two, str(root / "x1"), str(stock / "model" / "checkpoint-3"), True),
         "stock adapter": (adapted_two, str(root / "x2"), str(stock / "adapter" / "checkpoint-3"), True),
         **{kind: (run, str(ours / kind), None, True) for kind, run in kinds.items()},
-        **{f"{k} again": (run, str(root / f"y-{k}"), str(ours / k / "checkpoint-3"), True) for k, run in kinds.items()},
+        **{f"{k} again": (kinds[k], str(root / f"y-{k}"), str(ours / k / "checkpoint-3"), True) for k in kinds},
     }
     ranks = run_ranks(train_all, 2, list(jobs.values()), timeout=150)
     sharded = {name: [outcomes[index] for outcomes in ranks] for index, name in enumerate(jobs)}

@@ -57,7 +57,7 @@ def train_to_best(run: Run, output_dir: str, best_step: int) -> tuple[str, dict[
 @pytest.mark.parametrize("world", [1, 2])
 def test_best_model_and_limit(tmp_path, weights_only, world):
     run = make_run(
-        save_tiny("qwen3_moe", tmp_path / "model"), {} if world == 1 else None,
+        save_tiny("qwen3_moe", tmp_path / "model"), {"checkpoint_format": "dcp"} if world == 1 else None,
         **EVALUATE, save_total_limit=2, save_only_model=weights_only,
     )  # fmt: skip
     directory = tmp_path / "run"
