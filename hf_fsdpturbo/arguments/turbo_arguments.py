@@ -19,7 +19,7 @@ from hf_fsdpturbo.arguments.sources import (
     resolve_settings,
 )
 from hf_fsdpturbo.arguments.unsupported import refuse_unsupported, settle_after_setup
-from hf_fsdpturbo.compat import check_floors
+from hf_fsdpturbo.compat import check_floors, require
 from hf_fsdpturbo.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -166,6 +166,8 @@ class FSDPTurboArguments:
         given = {name: getattr(self, name) for name in PUBLIC_DEFAULTS}
         settings, launch = resolve_settings(given, bool(getattr(self, "use_cpu", False)))
         launch_config.refuse_foreign_environment()
+        if launch.distributed_type == "MULTI_NPU" and launch_config.world_size() > 1 and not launch.use_cpu:
+            require("torch_npu", f"distributed_type: MULTI_NPU in {launch.path}")
         self._adopt(_resolved_from(settings, settings, launch))
         return launch
 

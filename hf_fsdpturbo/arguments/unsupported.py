@@ -43,6 +43,8 @@ def refuse_unsupported(args: Any) -> None:
     Raises:
         ValueError: naming field, value, reason and fix.
     """
+    if getattr(args, "max_grad_norm", 0.0) is None:
+        raise ValueError("max_grad_norm is None, but it must be a number. Use 0 to leave gradients unclipped.")
     _refuse_other_owners(args)
     if launch_config.world_size() > 1:  # one process takes what plain Trainer takes
         _refuse_training_fields(args)

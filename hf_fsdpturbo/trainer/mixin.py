@@ -23,7 +23,7 @@ from hf_fsdpturbo.lora.merged_export import export_merged
 from hf_fsdpturbo.optim.one_pass import in_one_pass
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import ShardingReport
-from hf_fsdpturbo.ranks import together
+from hf_fsdpturbo.ranks import raised_on_every_rank, together
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.trainer import resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
@@ -94,6 +94,11 @@ class FSDPTurboTrainerMixin:
             self._rows = GatheredRows(self.accelerator, self._batches.cp_size)
             self._rows.install()
             self._bind_gather_function()
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Rank 0 asks the Hub; what goes wrong there is raised on every rank."""
+        with raised_on_every_rank("making the Hub repository (push_to_hub)"):
+            super().init_hf_repo(token, private)  # type: ignore[misc]
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """One process only: what ``model_init`` makes gets what a model that is given gets."""

@@ -10,12 +10,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hf_fsdpturbo import compat
 from hf_fsdpturbo.lora.adapter_files import is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
 from hf_fsdpturbo.quantisation import refuse_quantised, refuse_settings
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 
+PACKAGES_OF_REPORTS = {
+    "tensorboard": "tensorboard (or tensorboardX)",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "swanlab": "swanlab",
+    "comet_ml": "comet_ml",
+    "clearml": "clearml",
+}
+"""Values of report_to whose absence Transformers finds out only when it makes the callback, and what each needs."""
 IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "image_sizes")
 
 
@@ -88,6 +99,25 @@ def refuse_foreign_parameters(optimizer: Any, model: Any) -> None:
             "They were taken from a model before it was sharded, and nothing would train. Override create_optimizer "
             "and make groups of self.model.named_parameters() there."
         )
+
+
+def refuse_missing_packages(config: Any) -> None:
+    """Refuse settings whose package is not there, before the model is loaded rather than after.
+
+    Raises:
+        ValueError: naming setting and package.
+    """
+    from transformers.integrations import get_available_reporting_integrations
+
+    if getattr(config, "use_liger_kernel", False):
+        compat.require("liger_kernel", "use_liger_kernel=True")
+    wanted, there = config.report_to, get_available_reporting_integrations()
+    for name in wanted if isinstance(wanted, list) else [wanted]:
+        if name in PACKAGES_OF_REPORTS and name not in there:
+            raise ValueError(
+                f"report_to={name!r} needs {PACKAGES_OF_REPORTS[name]}, which is not installed. Install it, or set "
+                "report_to to 'none'."
+            )
 
 
 def refuse_accelerate(accelerator: Any) -> None:

@@ -53,8 +53,10 @@ class Saving:
     @property
     def left_to_parent(self) -> bool:
         """Whether the parent's ``save_model`` writes: adapters, and models without a config, of one process."""
-        return self.alone and not isinstance(self.trainer.model, PreTrainedModel) and (
-            self.staging is None or self.as_plain
+        return (
+            self.alone
+            and not isinstance(self.trainer.model, PreTrainedModel)
+            and (self.staging is None or self.as_plain)
         )
 
     # Hub format

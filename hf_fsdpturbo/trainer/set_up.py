@@ -24,12 +24,14 @@ from hf_fsdpturbo.parallelize.trainer_family import default_arguments, trl_class
 from hf_fsdpturbo.ranks import everyone, rank
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.topology import Topology
+from hf_fsdpturbo.trainer.data_columns import refuse_columns
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.head_choice import HeadChoice
 from hf_fsdpturbo.trainer.reference import add_reference, hash_shards, trainer_functions_replaced
 from hf_fsdpturbo.trainer.refusals import (
     aux_loss_warning,
     is_transformers_model,
+    refuse_missing_packages,
     refuse_model,
     refuse_optimizers,
     refuse_unsharded,
@@ -90,6 +92,8 @@ class SetUp:
         if not isinstance(config, FSDPTurboArguments):
             config = settings_beside(default_arguments(trainer_class) if config is None else config)
         self.trainer_class, self.given, self.config = trainer_class, given, config
+        refuse_missing_packages(config)
+        refuse_columns(trainer_class, given, config)
         refuse_model(given, config.world_size)
         refuse_optimizers(given, config.world_size)
         seed = cast(Any, config).seed

@@ -43,6 +43,7 @@ OVERRIDES = {
     "evaluation_loop": "self dataloader description prediction_loss_only ignore_keys metric_key_prefix",
     "get_tp_size": "self",
     "hyperparameter_search": "self hp_space compute_objective n_trials direction backend hp_name kwargs",
+    "init_hf_repo": "self token private",
     "prediction_step": "self model inputs prediction_loss_only ignore_keys",
     "save_model": "self output_dir _internal_call",
     "train": "self resume_from_checkpoint trial ignore_keys_for_eval",
