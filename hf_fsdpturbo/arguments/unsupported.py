@@ -5,7 +5,6 @@ Rows of the decision table that show in the arguments; those that need the model
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from hf_fsdpturbo import launch_config
@@ -165,17 +164,6 @@ def _keep_ligers_swiglu_out(args: Any) -> None:
     args.liger_kernel_config = {**config, "swiglu": False}
 
 
-def _refuse_foreign_template(args: Any) -> None:
-    path = getattr(args, "chat_template_path", None)
-    if path is not None and not (Path(path).suffix in (".jinja", ".j2") and Path(path).is_file()):
-        raise _refused(
-            "chat_template_path",
-            path,
-            "unless it is a .jinja or .j2 file, TRL resizes the embeddings of the model, which is sharded by then",
-            "Save the template in a .jinja file, and resize the embeddings in the checkpoint if tokens are added.",
-        )
-
-
 def settle_after_setup(args: Any) -> None:
     """Checks that need what ``TrainingArguments.__post_init__`` has built, and the settings that follow from them.
 
@@ -184,7 +172,7 @@ def settle_after_setup(args: Any) -> None:
 
     Raises:
         ValueError: ``split_batches`` or ``dispatch_batches=True`` with ``cp_size > 1``; an unsupported model keyword,
-            or an optimizer, chat template or Liger setting that cannot work on a sharded model.
+            or an optimizer or Liger setting that cannot work on a sharded model.
     """
     liger, kernels = getattr(args, "use_liger_kernel", False), args.kernel_params
     if liger and kernels is not None and "auto" in kernels.name and args.device.type == "cuda":
@@ -194,7 +182,6 @@ def settle_after_setup(args: Any) -> None:
         )
     if args.world_size > 1:
         _refuse_optimizer(args, _UNSHARDABLE_OPTIMIZERS, "{}")
-        _refuse_foreign_template(args)
         if liger:
             _keep_ligers_swiglu_out(args)
     kwargs = getattr(args, "model_init_kwargs", None) or {}

@@ -31,9 +31,9 @@ def parse(parser: Any, arguments: Sequence[str] | None = None) -> tuple[Any, ...
 
 
 def load_splits(script_args: Any, dataset_args: Any, seed: int) -> Any:
-    """A mixture (`datasets`) goes before a single name (`dataset_name`), as in TRL.
+    """A mixture (``datasets``) goes before a single name (``dataset_name``), as in TRL.
 
-    `test_split_size` is drawn from the process's random state, so all ranks start from the same one.
+    ``test_split_size`` is drawn from the process's random state, so all ranks start from the same one.
 
     Raises:
         ValueError: no data set is named.

@@ -24,6 +24,7 @@ from hf_fsdpturbo.parallelize.trainer_family import default_arguments, trl_class
 from hf_fsdpturbo.ranks import everyone, rank
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.topology import Topology
+from hf_fsdpturbo.trainer.chat_template import refuse_new_tokens, take_template
 from hf_fsdpturbo.trainer.data_columns import refuse_columns
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.head_choice import HeadChoice
@@ -123,6 +124,8 @@ class SetUp:
             what was done to ``model``; None where none was given.
         """
         given, config, state = self.given, self.config, self.parallel_state
+        if state is not None:
+            refuse_new_tokens(given, config)
         add_reference(self.trainer_class, given, config, state)
         model = given.get("model")
         peft_config = None if state is None else given.get("peft_config")
@@ -159,7 +162,7 @@ class SetUp:
         config = self.given.get("args")
         functions: dict[str, Any] = {}
         if self.parallel_state is not None:
-            functions["hash_module"] = hash_shards
+            functions["hash_module"], functions["clone_chat_template"] = hash_shards, take_template
             functions["get_peft_model"] = lambda model, config, **kwargs: self.peft_model
         init_kwargs = getattr(config, "model_init_kwargs", None)
         if hasattr(config, "model_init_kwargs"):

@@ -118,8 +118,13 @@ def test_m7_columns_are_named():
     says(lambda: look(sft, alpaca), "'instruction'", "Alpaca", "dataset_text_field", "dataset_formats", "'completion'")
     says(lambda: look(sft, SHAREGPT), "ShareGPT", "human", "'assistant'", "dataset_formats")
     says(lambda: look(dpo, {"prompt": ["a"], "good": ["b"]}), "'good'", "chosen", "rejected", "rename_column")
-    for rows in ({"text": ["a"]}, {"messages": [[{"role": "user", "content": "a"}]]}, {"input_ids": [[1]], "x": [1]},
-                 {"conversations": [[{"from": "user", "value": "a"}]]}, {"prompt": ["a"], "completion": ["b"]}):  # fmt: skip
+    for rows in (
+        {"text": ["a"]},
+        {"messages": [[{"role": "user", "content": "a"}]]},
+        {"input_ids": [[1]], "x": [1]},
+        {"conversations": [[{"from": "user", "value": "a"}]]},
+        {"prompt": ["a"], "completion": ["b"]},
+    ):
         look(sft, rows)
     look(sft, alpaca, formatting_func=str)
     look(dpo, {"chosen": ["a"], "rejected": ["b"], "x": [1]})

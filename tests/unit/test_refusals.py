@@ -147,25 +147,6 @@ def test_optimizers_that_need_whole_tensors_are_refused_in_sharded_runs_only(bui
             raises_naming(lambda name=optimizer.value: build(optim=name), f"optim='{optimizer.value}'", "adamw_torch.")
 
 
-def test_a_chat_template_path_that_resizes_embeddings_is_refused_in_sharded_runs(build, monkeypatch, tmp_path):
-    def give(path):
-        monkeypatch.setattr(FSDPTurboTrainingArguments, "chat_template_path", path, raising=False)
-
-    template = tmp_path / "chat.jinja"
-    template.write_text("{{ messages }}")
-    (tmp_path / "chat.j2").write_text("{{ messages }}")
-    for path in (str(tmp_path), "HuggingFaceTB/SmolLM3-3B", str(tmp_path / "missing.jinja")):
-        give(path)
-        build()
-        with monkeypatch.context() as sharded:
-            pretend_world(sharded, 2)
-            raises_naming(build, f"chat_template_path={path!r}", "resizes the embeddings", ".jinja file")
-    pretend_world(monkeypatch, 2)
-    for path in (str(template), str(tmp_path / "chat.j2"), None):
-        give(path)
-        build()
-
-
 # ---- Liger ----
 
 
