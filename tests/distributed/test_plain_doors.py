@@ -51,6 +51,7 @@ def doors(turbo: bool, moe: str, folder: str) -> dict[str, Any]:
     import transformers
     import trl
     from datasets import Dataset
+    from peft import PromptTuningConfig
 
     import hf_fsdpturbo
     from tests.support.reference_run import forget_accelerate
@@ -70,10 +71,10 @@ def doors(turbo: bool, moe: str, folder: str) -> dict[str, Any]:
         found[name] = outcome(trainer, resume)
         return trainer
 
-    def sft(name: str, model: Any, resume: str | None = None, **args: Any) -> None:
+    def sft(name: str, model: Any, resume: str | None = None, adapter: Any = None, **args: Any) -> None:
         forget_accelerate()
         stock = trl.SFTConfig(**{**ARGS, "max_length": 48, "output_dir": f"{folder}/{name}", **args})
-        trainer = sft_class(model, args=stock, train_dataset=text, processing_class=tokenizer)
+        trainer = sft_class(model, args=stock, train_dataset=text, processing_class=tokenizer, peft_config=adapter)
         found[name] = outcome(trainer, resume)
 
     plain = line("plain module")
@@ -84,6 +85,9 @@ def doors(turbo: bool, moe: str, folder: str) -> dict[str, Any]:
     sft("use_reentrant", dense(), gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
     sft("SFTConfig", dense(), optim="adafactor")
     sft("torch_compile", dense(), torch_compile=True, torch_compile_backend="eager", max_steps=2)
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    sft("prompt tuning", dense(), adapter=prompt)
+    sft("prompt tuning resumed", dense(), f"{folder}/prompt tuning/checkpoint-2", adapter=prompt)
     sft("stacked experts", moe)
     sft("stacked experts resumed", moe, f"{folder}/stacked experts/checkpoint-2")
     os.chdir(folder)
@@ -102,7 +106,7 @@ def both(tiny, tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 DOORS = ["plain module", "plain module resumed", "model_init", "auto_find_batch_size", "use_reentrant", "SFTConfig"]
-DOORS += ["torch_compile", "stacked experts"]
+DOORS += ["torch_compile", "stacked experts", "prompt tuning", "prompt tuning resumed"]
 
 
 @pytest.mark.parametrize("door", DOORS)
