@@ -194,7 +194,8 @@ def test_a_failing_rank_asks_nobody_about_a_background_save(monkeypatch):
 
     class Trainer(FSDPTurboTrainerMixin, Loop):
         def __init__(self):
-            self._saving = saving.Saving(self)
+            self.parallel_state, self.model = object(), None  # sharded
+            self._saving = saving.Saving(self, "dcp")
 
     waited = []
     trainer = Trainer()
@@ -220,7 +221,8 @@ def test_true_from_a_command_line_means_the_newest(monkeypatch):
 
     class Trainer(FSDPTurboTrainerMixin, Loop):
         def __init__(self):
-            self._saving = saving.Saving(self)
+            self.parallel_state, self.model = object(), None  # sharded
+            self._saving = saving.Saving(self, "dcp")
             self.args = SimpleNamespace(save_on_each_node=False, push_to_hub=False, output_dir="run")
 
     monkeypatch.setattr(resuming, "newest_checkpoint", lambda run_dir: f"{run_dir}/checkpoint-9")
