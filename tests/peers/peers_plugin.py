@@ -11,7 +11,7 @@ from typing import Any
 
 OF_OTHER_RELEASES = {
     "trl.import_utils": ("is_joblib_available",),
-    "trl.trainer.sft_trainer": ("_chunked_cross_entropy_loss",),
+    "trl.trainer.sft_trainer": ("_chunked_cross_entropy_loss", "_patch_chunked_ce_lm_head", "dft_loss"),
 }
 """What tests of a checkout near the installed release import, and it does not have: their own tests then fail."""
 
