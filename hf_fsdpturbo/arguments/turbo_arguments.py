@@ -132,11 +132,7 @@ class FSDPTurboArguments:
         metadata={"help": "SFT: gradients of the LM head in its forward: auto (on an accelerator), on or off."},
     )
     checkpoint_format: str | None = field(
-        default=None,
-        metadata={
-            "help": "What a checkpoint-N holds: dcp (shards), hub (weights as Transformers loads them) or both; left "
-            "out, dcp in sharded runs, and plain Trainer's own files in one process."
-        },
+        default=None, metadata={"help": "A checkpoint-N holds: dcp, hub or both; left out, hub in one process, else dcp."}
     )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings
