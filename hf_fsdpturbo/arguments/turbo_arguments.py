@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.arguments.defaults import UnsetDict, UnsetInt, UnsetStr, is_given
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, InitParams, KernelParams
+from hf_fsdpturbo.arguments.resolved import Resolved, resolved_from
 from hf_fsdpturbo.arguments.sources import (
     PUBLIC_DEFAULTS,
     SHORTHAND,
     Setting,
-    dist_values,
     reduce_to_one_process,
     resolve_settings,
 )
@@ -32,32 +32,6 @@ def _warn_once(topic: str, message: str) -> None:
     if topic not in _warned and launch_config.rank() == 0:
         logger.warning(message)
     _warned.add(topic)
-
-
-@dataclass(frozen=True)
-class _Resolved:
-    """What ``__post_init__`` worked out; not a field, so it is neither logged nor asked for on the command line."""
-
-    settings: dict[str, Setting]  # as written, for any world size
-    effective: dict[str, Setting]  # as used by this run
-    launch: launch_config.LaunchConfig
-    params: FSDPTurboParams
-    kernels: KernelParams | None
-    init: InitParams
-
-
-def _resolved_from(
-    written: dict[str, Setting], used: dict[str, Setting], launch: launch_config.LaunchConfig
-) -> _Resolved:
-    kernels = used["kernel_config"].value
-    return _Resolved(
-        settings=written,
-        effective=used,
-        launch=launch,
-        params=FSDPTurboParams(**dist_values(used)),
-        kernels=None if kernels is None else KernelParams.from_mapping(kernels),
-        init=InitParams.from_mapping(used["init_config"].value),
-    )
 
 
 @dataclass
@@ -132,7 +106,7 @@ class FSDPTurboArguments:
         metadata={"help": "SFT: gradients of the LM head in its forward: auto (on an accelerator), on or off."},
     )
     checkpoint_format: str | None = field(
-        default=None, metadata={"help": "A checkpoint-N holds: dcp, hub or both; left out, hub in one process, else dcp."}
+        default=None, metadata={"help": "What a checkpoint-N holds: dcp, hub or both (docs/checkpoints.md)."}
     )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings
@@ -164,7 +138,7 @@ class FSDPTurboArguments:
         launch_config.refuse_foreign_environment()
         if launch.distributed_type == "MULTI_NPU" and launch_config.world_size() > 1 and not launch.use_cpu:
             require("torch_npu", f"distributed_type: MULTI_NPU in {launch.path}")
-        self._adopt(_resolved_from(settings, settings, launch))
+        self._adopt(resolved_from(settings, settings, launch))
         return launch
 
     def _settle(self, launch: launch_config.LaunchConfig) -> None:
@@ -175,7 +149,7 @@ class FSDPTurboArguments:
         settle_after_setup(self)
         self._warn()
 
-    def _adopt(self, resolved: _Resolved) -> None:
+    def _adopt(self, resolved: Resolved) -> None:
         """Write the values in force onto the fields.
 
         A size reduced for one process is marked as unset, or a copy would take it for the user's.
@@ -230,7 +204,7 @@ class FSDPTurboArguments:
         if changed:
             was = ", ".join(f"{key.removeprefix('dist_config.')}={current.settings[key].value}" for key in changed)
             _warn_once("one process", f"One process: {was} (environment or accelerate YAML) reduced to 1.")
-            self._adopt(_resolved_from(current.settings, effective, current.launch))
+            self._adopt(resolved_from(current.settings, effective, current.launch))
         if getattr(self, "_n_gpu", 1) > 1:
             _warn_once(
                 "n_gpu", f"One process sees {self._n_gpu} GPUs and trains on one. Start one process a GPU to use all."
