@@ -41,7 +41,7 @@ def refuse_columns(trainer_class: type, given: GivenArguments, config: Any) -> N
             if not isinstance(columns, list) or not columns or any(column in columns for column in PREPARED):
                 continue
             if "SFTTrainer" in families:
-                _refuse_sft(where, data, columns, config.dataset_text_field if config is not None else "text")
+                _refuse_sft(where, data, columns, getattr(config, "dataset_text_field", "text"))
             elif any(family in families for family in PREFERENCES):
                 _refuse_preferences(where, columns, next(f for f in PREFERENCES if f in families))
 
@@ -88,6 +88,6 @@ def _has_nulls(data: Any, column: str) -> bool:
 
 
 def _speakers(data: Any, column: str) -> set[str]:
-    row = data[0] if hasattr(data, "__getitem__") and len(data) else next(iter(data), None)
+    row = next(iter(data), None)
     messages = (row or {}).get(column) or []
     return {m.get("from") or m.get("role") or "" for m in messages if isinstance(m, dict)}

@@ -127,6 +127,10 @@ def test_m7_columns_are_named():
     ):
         look(sft, rows)
     look(sft, alpaca, formatting_func=str)
+    stream = Dataset.from_dict(SHAREGPT).to_iterable_dataset()
+    says(lambda: look(sft, {"text": ["a"]}, eval_dataset=stream), "eval_dataset conversations", "ShareGPT")
+    given: Any = {"train_dataset": Dataset.from_dict({"text": ["a"]})}
+    refuse_columns(sft, given, SimpleNamespace())  # plain TrainingArguments
     look(dpo, {"chosen": ["a"], "rejected": ["b"], "x": [1]})
     says(lambda: look(sft, {"text": ["a"]}, eval_dataset={"test": Dataset.from_dict(alpaca)}), "eval_dataset 'test'")
 
