@@ -5,6 +5,7 @@
 # make lint   lint, types and import contracts only
 # make families every model family against plain Transformers; writes docs/models.md (make test: the small sweep);
 #               in parts, then merged: see .venv/bin/python -m tests.families --help
+# make peers  TRL's own trainer tests with our classes: PEERS=folder of a checkout (fetched, not copied here)
 # make matrix the five published layouts on 16 and 8 CPU processes, 100 steps each (make test: 20)
 #
 # Each target makes .venv and installs into it when needed; an existing .venv is used as it is.
@@ -24,7 +25,7 @@ LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu_ep2.yaml
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install lint quick test demo matrix families clean
+.PHONY: help install lint quick test demo matrix families peers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -77,6 +78,9 @@ matrix: $(STAMP)
 
 families: $(STAMP)
 	$(BIN)/python -m tests.families --markdown docs/models.md
+
+peers: $(STAMP)
+	$(BIN)/python -m tests.peers $(PEERS)
 
 demo-dpo demo-reward: export HF_HUB_OFFLINE = 1
 demo-dpo demo-reward: export HF_DATASETS_DISABLE_PROGRESS_BARS = 1

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_fsdpturbo.checkpoint import dcp, facts, hub, intact, unused
+from hf_fsdpturbo.checkpoint import commit, dcp, facts, hub, intact, unused
 from hf_fsdpturbo.checkpoint.dcp_read import SavedDirectory
 
 _OURS = re.compile(
@@ -104,12 +104,15 @@ def export_checkpoint(checkpoint: str, out: str, max_file_bytes: int, trust_remo
     Raises:
         ValueError: not a finished checkpoint, no shards in it, ``out`` not empty, or a class that is not known.
     """
+    if not commit.is_finished(checkpoint):
+        found = f"has no {commit.COMPLETE}" if os.path.isdir(checkpoint) else "is no directory"
+        raise ValueError(f"CHECKPOINT {checkpoint} {found}. Give a finished checkpoint-N directory of hf_fsdpturbo.")
     intact.check(checkpoint)
     directory = os.path.join(checkpoint, dcp.DCP_DIR)
     if os.path.exists(os.path.join(checkpoint, "adapter_config.json")):
         raise ValueError(f"{checkpoint} is of a PEFT model: its adapter files are there already, load them with PEFT.")
-    if not os.path.isdir(directory):
-        raise ValueError(f"{checkpoint} holds no shards (save_only_model): it is a Hub checkpoint already.")
+    if not os.path.isdir(directory) or facts.read(checkpoint).get("weights") == "hub":
+        raise ValueError(f"{checkpoint} holds its weights in Hub files already: load it as it is.")
     if os.path.isdir(out) and os.listdir(out):
         raise ValueError(f"{out} is not empty. Choose a new directory.")
     model = skeleton(checkpoint, trust_remote_code)

@@ -22,28 +22,8 @@ sources go into a `datasets:` list in the YAML of `--config`, as in TRL.
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from hf_fsdpturbo import FSDPTurboDPOConfig, FSDPTurboDPOTrainer
-
-
-def load_splits(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig, seed: int):
-    """A mixture (`datasets`) goes before a single name (`dataset_name`), as in TRL.
-
-    `test_split_size` is drawn from the process's random state, so all ranks start from the same one.
-    """
-    from accelerate.logging import get_logger
-    from datasets import load_dataset
-    from transformers import set_seed
-    from trl import get_dataset
-
-    if dataset_args.datasets:
-        if script_args.dataset_name:
-            get_logger(__name__).warning("`datasets` is given, so `dataset_name` is not read.")
-        set_seed(seed)
-        return get_dataset(dataset_args)
-    if script_args.dataset_name:
-        return load_dataset(
-            script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
-        )
-    raise ValueError("No dataset: give `dataset_name` (a Hub name or a folder), or `datasets` in the YAML.")
+from hf_fsdpturbo.commands.one_error import run_recipe
+from hf_fsdpturbo.commands.recipe import load_splits, parse, refuse_typed
 
 
 def main(
@@ -54,6 +34,7 @@ def main(
 ) -> None:
     from trl import get_peft_config, get_quantization_config
 
+    refuse_typed(model_args)
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "trust_remote_code": training_args.trust_remote_code,
@@ -84,4 +65,4 @@ def make_parser() -> TrlParser:
 
 
 if __name__ == "__main__":
-    main(*make_parser().parse_args_and_config(fail_with_unknown_args=True))
+    run_recipe(lambda: main(*parse(make_parser())))

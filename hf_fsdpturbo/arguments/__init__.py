@@ -14,6 +14,7 @@ from hf_fsdpturbo.arguments.params import (
     KernelParams,
 )
 from hf_fsdpturbo.arguments.start_up import bf16_storage_warning, describe_sources
+from hf_fsdpturbo.arguments.stock import settings_beside
 from hf_fsdpturbo.arguments.turbo_arguments import FSDPTurboArguments, sizes_for_world
 from hf_fsdpturbo.arguments.unsupported import refuse_unsupported
 
@@ -33,6 +34,7 @@ __all__ = [
     "bf16_storage_warning",
     "describe_sources",
     "refuse_unsupported",
+    "settings_beside",
     "sizes_for_world",
 ]
 

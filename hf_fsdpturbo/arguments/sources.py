@@ -66,12 +66,14 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "optim_implementation": "auto",
     "recompute": "full",
     "fused_linear_cross_entropy": "auto",
+    "checkpoint_format": None,
     "verify_checkpoint": True,
 }
 CHECK_LOADING = ("sample", "full", "off")
 OPTIM_IMPLEMENTATIONS = ("auto", "fsdpturbo", "torch")
 RECOMPUTE = ("full", "selective")
 FUSED_HEAD = ("auto", "on", "off")
+CHECKPOINT_FORMATS = ("dcp", "hub", "both")
 # Sizes that shrink to this when one process runs a file written for many.
 ONE_PROCESS: dict[str, int | None] = {
     "dist_config.ep_size": 1,
@@ -216,6 +218,8 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"recompute must be one of {list(RECOMPUTE)}, but it is {kept!r}. Correct it.")
     if (name := "fused_linear_cross_entropy") in values:
         values[name] = _fused_head(values[name])
+    if (kind := values.get("checkpoint_format")) is not None and kind not in CHECKPOINT_FORMATS:
+        raise ValueError(f"checkpoint_format must be one of {CHECKPOINT_FORMATS}, but it is {kind!r}. Correct it.")
     dist = parse_mapping("dist_config", values.pop("dist_config")) if "dist_config" in values else {}
     check_dist_keys(dist)
     for name in SHORTHAND:

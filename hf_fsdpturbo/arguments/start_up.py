@@ -11,14 +11,20 @@ def describe_sources(args: FSDPTurboArguments) -> str:
     resolved = args._fsdpturbo
     lines = [f"hf_fsdpturbo settings (accelerate YAML: {resolved.launch.path or 'none'}; {resolved.launch.found_by})"]
     for source in (PYTHON, ENVIRONMENT, YAML):
-        chosen = {key: s.value for key, s in resolved.effective.items() if s.source == source}
+        chosen = [_said(key, args) for key, s in resolved.effective.items() if s.source == source]
         if chosen:
-            lines.append(f"  {source}: " + ", ".join(f"{key}={value!r}" for key, value in chosen.items()))
+            lines.append(f"  {source}: " + ", ".join(chosen))
     defaults = sum(s.source == DEFAULT for s in resolved.effective.values())
     lines.append(f"  default: {defaults} others")
     if args.world_size == 1 and (idle := without_effect_alone(resolved.effective)):
         lines.append(f"  without effect in one process: {', '.join(idle)}")
     return "\n".join(lines)
+
+
+def _said(key: str, args: FSDPTurboArguments) -> str:
+    """A setting as it was written, and what one process made of it."""
+    written, used = args._fsdpturbo.settings[key].value, args._fsdpturbo.effective[key].value
+    return f"{key}={used!r}" if written == used else f"{key}={written!r}, reduced to {used!r}"
 
 
 def bf16_storage_warning(learning_rate: float) -> str:

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, cast
 from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.arguments.defaults import UnsetDict, UnsetInt, UnsetStr, is_given
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, InitParams, KernelParams
+from hf_fsdpturbo.arguments.resolved import Resolved, resolved_from
 from hf_fsdpturbo.arguments.sources import (
     PUBLIC_DEFAULTS,
     SHORTHAND,
     Setting,
-    dist_values,
     reduce_to_one_process,
     resolve_settings,
 )
 from hf_fsdpturbo.arguments.unsupported import refuse_unsupported, settle_after_setup
-from hf_fsdpturbo.compat import check_floors
+from hf_fsdpturbo.compat import check_floors, require
 from hf_fsdpturbo.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -32,32 +32,6 @@ def _warn_once(topic: str, message: str) -> None:
     if topic not in _warned and launch_config.rank() == 0:
         logger.warning(message)
     _warned.add(topic)
-
-
-@dataclass(frozen=True)
-class _Resolved:
-    """What ``__post_init__`` worked out; not a field, so it is neither logged nor asked for on the command line."""
-
-    settings: dict[str, Setting]  # as written, for any world size
-    effective: dict[str, Setting]  # as used by this run
-    launch: launch_config.LaunchConfig
-    params: FSDPTurboParams
-    kernels: KernelParams | None
-    init: InitParams
-
-
-def _resolved_from(
-    written: dict[str, Setting], used: dict[str, Setting], launch: launch_config.LaunchConfig
-) -> _Resolved:
-    kernels = used["kernel_config"].value
-    return _Resolved(
-        settings=written,
-        effective=used,
-        launch=launch,
-        params=FSDPTurboParams(**dist_values(used)),
-        kernels=None if kernels is None else KernelParams.from_mapping(kernels),
-        init=InitParams.from_mapping(used["init_config"].value),
-    )
 
 
 @dataclass
@@ -130,6 +104,9 @@ class FSDPTurboArguments:
         default=UnsetStr("auto"),
         metadata={"help": "SFT: gradients of the LM head in its forward: auto (on an accelerator), on or off."},
     )
+    checkpoint_format: str | None = field(
+        default=None, metadata={"help": "What a checkpoint-N holds: dcp, hub or both (docs/checkpoints.md)."}
+    )
     verify_checkpoint: bool = field(
         default=cast(bool, UnsetInt(1)), metadata={"help": "Compare what is read of checkpoint-N with its checksums."}
     )
@@ -148,22 +125,33 @@ class FSDPTurboArguments:
 
     def __post_init__(self) -> None:
         check_floors()
-        given = {name: getattr(self, name) for name in PUBLIC_DEFAULTS}
-        settings, launch = resolve_settings(given, bool(getattr(self, "use_cpu", False)))
-        launch_config.refuse_foreign_environment()
-        self._adopt(_resolved_from(settings, settings, launch))
+        launch = self._resolve()
         self._set_timeout()
         if launch.use_cpu:
             self.use_cpu = True  # accelerate does not hand it to the processes it starts
         refuse_unsupported(self)
         super().__post_init__()  # type: ignore[misc]
+        self._settle(launch)
+
+    def _resolve(self) -> launch_config.LaunchConfig:
+        """Merge the sources, and write what is in force onto the fields."""
+        given = {name: getattr(self, name) for name in PUBLIC_DEFAULTS}
+        settings, launch = resolve_settings(given, bool(getattr(self, "use_cpu", False)))
+        launch_config.refuse_foreign_environment()
+        if launch.distributed_type == "MULTI_NPU" and launch_config.world_size() > 1 and not launch.use_cpu:
+            require("torch_npu", f"distributed_type: MULTI_NPU in {launch.path}")
+        self._adopt(resolved_from(settings, settings, launch))
+        return launch
+
+    def _settle(self, launch: launch_config.LaunchConfig) -> None:
+        """What needs the device and the process group, which ``TrainingArguments.__post_init__`` sets up."""
         self._check_launch(launch)
         self._fit_one_process()
         _ = self.fsdpturbo_topology  # sizes that do not fit are refused here, before a data set is read
         settle_after_setup(self)
         self._warn()
 
-    def _adopt(self, resolved: _Resolved) -> None:
+    def _adopt(self, resolved: Resolved) -> None:
         """Write the values in force onto the fields.
 
         A size reduced for one process is marked as unset, or a copy would take it for the user's.
@@ -218,7 +206,7 @@ class FSDPTurboArguments:
         if changed:
             was = ", ".join(f"{key.removeprefix('dist_config.')}={current.settings[key].value}" for key in changed)
             _warn_once("one process", f"One process: {was} (environment or accelerate YAML) reduced to 1.")
-            self._adopt(_resolved_from(current.settings, effective, current.launch))
+            self._adopt(resolved_from(current.settings, effective, current.launch))
         if getattr(self, "_n_gpu", 1) > 1:
             _warn_once(
                 "n_gpu", f"One process sees {self._n_gpu} GPUs and trains on one. Start one process a GPU to use all."

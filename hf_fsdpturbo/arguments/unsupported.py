@@ -5,9 +5,9 @@ Rows of the decision table that show in the arguments; those that need the model
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, KernelParams
 from hf_fsdpturbo.quantisation import refuse_settings
 
@@ -42,8 +42,12 @@ def refuse_unsupported(args: Any) -> None:
     Raises:
         ValueError: naming field, value, reason and fix.
     """
-    _refuse_training_fields(args)
-    _refuse_optimizer(args, _UNPROVEN_OPTIMIZERS, "{} optimizers are unproven on sharded experts")
+    if getattr(args, "max_grad_norm", 0.0) is None:
+        raise ValueError("max_grad_norm is None, but it must be a number. Use 0 to leave gradients unclipped.")
+    _refuse_other_owners(args)
+    if launch_config.world_size() > 1:  # one process takes what plain Trainer takes
+        _refuse_training_fields(args)
+        _refuse_optimizer(args, _UNPROVEN_OPTIMIZERS, "{} optimizers are unproven on sharded experts")
     _refuse_foreign_implementation(args)
     _refuse_parallelism(args)
     _refuse_backend_fields(args.fsdpturbo_params, args.recompute)
@@ -52,10 +56,7 @@ def refuse_unsupported(args: Any) -> None:
         _refuse_context_parallel(args)
 
 
-def _refuse_training_fields(args: Any) -> None:
-    for field in ("fp16", "fp16_full_eval"):
-        if getattr(args, field, False):
-            raise _refused(field, True, "it trains in bf16 or fp32, without a gradient scaler", "Use bf16=True.")
+def _refuse_other_owners(args: Any) -> None:
     for field, owner in (
         ("deepspeed", "DeepSpeed"),
         ("fsdp", "accelerate's FSDP"),
@@ -63,6 +64,12 @@ def _refuse_training_fields(args: Any) -> None:
     ):
         if value := getattr(args, field, None):
             raise _refused(field, value, f"it shards the model itself, so {owner} cannot", f"Leave {field} out.")
+
+
+def _refuse_training_fields(args: Any) -> None:
+    for field in ("fp16", "fp16_full_eval"):
+        if getattr(args, field, False):
+            raise _refused(field, True, "it trains in bf16 or fp32, without a gradient scaler", "Use bf16=True.")
     for field in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
         if value := getattr(args, field, None):
             raise _refused(field, value, "torch_compile is untested with expert dispatch", f"Leave {field} out.")
@@ -157,17 +164,6 @@ def _keep_ligers_swiglu_out(args: Any) -> None:
     args.liger_kernel_config = {**config, "swiglu": False}
 
 
-def _refuse_foreign_template(args: Any) -> None:
-    path = getattr(args, "chat_template_path", None)
-    if path is not None and not (Path(path).suffix in (".jinja", ".j2") and Path(path).is_file()):
-        raise _refused(
-            "chat_template_path",
-            path,
-            "unless it is a .jinja or .j2 file, TRL resizes the embeddings of the model, which is sharded by then",
-            "Save the template in a .jinja file, and resize the embeddings in the checkpoint if tokens are added.",
-        )
-
-
 def settle_after_setup(args: Any) -> None:
     """Checks that need what ``TrainingArguments.__post_init__`` has built, and the settings that follow from them.
 
@@ -176,7 +172,7 @@ def settle_after_setup(args: Any) -> None:
 
     Raises:
         ValueError: ``split_batches`` or ``dispatch_batches=True`` with ``cp_size > 1``; an unsupported model keyword,
-            or an optimizer, chat template or Liger setting that cannot work on a sharded model.
+            or an optimizer or Liger setting that cannot work on a sharded model.
     """
     liger, kernels = getattr(args, "use_liger_kernel", False), args.kernel_params
     if liger and kernels is not None and "auto" in kernels.name and args.device.type == "cuda":
@@ -186,7 +182,6 @@ def settle_after_setup(args: Any) -> None:
         )
     if args.world_size > 1:
         _refuse_optimizer(args, _UNSHARDABLE_OPTIMIZERS, "{}")
-        _refuse_foreign_template(args)
         if liger:
             _keep_ligers_swiglu_out(args)
     kwargs = getattr(args, "model_init_kwargs", None) or {}

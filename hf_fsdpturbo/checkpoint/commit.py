@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from typing import Any
 
 from hf_fsdpturbo.checkpoint.checksums import checksum
@@ -66,7 +67,7 @@ def wait_visible(path: str) -> None:
         if time.monotonic() > deadline:
             raise ValueError(
                 f"output_dir: {path} was made by rank 0 and is not visible here. Checkpoints are written by all "
-                "ranks: put output_dir on a file system that all of them share."
+                "ranks: put output_dir on a file system that all of them share, or set save_on_each_node."
             )
         time.sleep(0.05)
 
@@ -174,14 +175,14 @@ def checkpoints(run_dir: str) -> list[tuple[int, str]]:
     return sorted(entry for entry in found if os.path.isdir(entry[1]))
 
 
-def last_checkpoint(run_dir: str) -> tuple[str | None, list[str]]:
-    """Newest finished checkpoint (or None), and what was skipped on the way and left unfinished, in words."""
+def last_checkpoint(run_dir: str, taken: Callable[[str], bool] = is_finished) -> tuple[str | None, list[str]]:
+    """Newest checkpoint that may be ``taken`` (or None), and what was skipped or left unfinished, in words."""
     notes = []
     staging = staging_dir(run_dir)
     for entry in sorted(os.listdir(staging)) if os.path.isdir(staging) else ():
         notes.append(f"{os.path.join(staging, entry)} was never finished and is ignored")
     for _, path in reversed(checkpoints(run_dir)):
-        if is_finished(path):
+        if taken(path):
             return path, notes
         notes.append(f"{path} has no {COMPLETE} (unfinished, or not written by hf_fsdpturbo) and is skipped")
     return None, notes

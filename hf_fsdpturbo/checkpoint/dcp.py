@@ -67,12 +67,12 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Hyperparameters as JSON types; a learning rate may be a tensor."""
     if isinstance(value, Tensor):
         return value.item()
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise ValueError(f"An optimizer's hyperparameter {value!r} ({type(value).__name__}) cannot be saved as JSON.")
@@ -84,18 +84,18 @@ def optimizer_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     groups = [
         {
             "params": [names[parameter] for parameter in group["params"]],
-            **{key: _plain(value) for key, value in group.items() if key not in _RUN_OPTIONS},
+            **{key: plain(value) for key, value in group.items() if key not in _RUN_OPTIONS},
         }
         for group in optimizer.param_groups
     ]
-    plain = {
-        names[parameter]: {key: _plain(value) for key, value in state.items() if not isinstance(value, Tensor)}
+    plain_state = {
+        names[parameter]: {key: plain(value) for key, value in state.items() if not isinstance(value, Tensor)}
         for parameter, state in optimizer.state.items()
     }
     return {
         "class": type(optimizer).__name__,
         "groups": groups,
-        "plain_state": {name: values for name, values in plain.items() if values},
+        "plain_state": {name: values for name, values in plain_state.items() if values},
     }
 
 
@@ -167,7 +167,7 @@ def load_optimizer(
     with together(f"checking {opened.directory}"):
         facts = read_json(facts_path)
         _check_class(facts, optimizer, facts_path)
-        _restore_groups(facts, model, optimizer, facts_path)
+        restore_groups(facts, model, optimizer, facts_path)
         saved = saved_tensors(opened, "optim.")
     reshard(model)
     get_optimizer_state_dict(model, optimizer)  # makes state tensors of the right placement; their values are replaced
@@ -185,7 +185,7 @@ def _check_class(facts: dict[str, Any], optimizer: torch.optim.Optimizer, path: 
         )
 
 
-def _restore_groups(facts: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
+def restore_groups(facts: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
     """Hyperparameters by parameter name: groups may be split differently here, but not mix what was apart."""
     saved = {name: group for group in facts["groups"] for name in group["params"]}
     names = parameter_names(model)

@@ -17,6 +17,7 @@ from hf_fsdpturbo.checkpoint.checksums import HASH
 from hf_fsdpturbo.checkpoint.commit import read_json
 from hf_fsdpturbo.checkpoint.dcp_index import Place, SavedTensor, read_index
 from hf_fsdpturbo.checkpoint.dcp_save import FORMAT, SHARDS_JSON
+from hf_fsdpturbo.checkpoint.other_nodes import Chunk, fetch
 from hf_fsdpturbo.checkpoint.shard_file import ShardFile
 from hf_fsdpturbo.ranks import (
     FAILURES,
@@ -37,6 +38,7 @@ class SavedDirectory:
     Args:
         directory: of the shards.
         verify: compare what is read with the checksums that were written, where there are any.
+        each_node: the files may lie on other nodes' own disks; what this rank lacks is sent by a rank that has it.
 
     Attributes:
         tensors: by key; their chunks only on the rank that has read the index.
@@ -46,8 +48,8 @@ class SavedDirectory:
         CheckpointError: no directory of shards, or a damaged index; on every rank.
     """
 
-    def __init__(self, directory: str, verify: bool = True) -> None:
-        self.directory, self.verify = directory, verify
+    def __init__(self, directory: str, verify: bool = True, each_node: bool = False) -> None:
+        self.directory, self.verify, self.each_node = directory, verify, each_node
         self._leads = node()[1][0] == rank()
         fault: BaseException | None = None
         told: Any = None
@@ -96,8 +98,9 @@ class SavedDirectory:
         answers = [self._answer(boxes) for boxes in asked] if self._leads else None
         places, proofs = own_from_node_leader(answers)
         try:
+            sent = self._from_other_nodes(places, proofs) if self.each_node else {}
             if error is None:
-                self._fill(state, wanted, places, proofs)
+                self._fill(state, wanted, places, proofs, sent)
         except FAILURES as caught:
             error = caught
         agree(error, f"reading {self.directory}")
@@ -114,13 +117,37 @@ class SavedDirectory:
         names = {place.file for found in places.values() for place in found}
         return places, {name: self._shards["files"].get(name) for name in names} if self._shards else {}
 
+    def _from_other_nodes(
+        self, places: dict[str, list[Place]], proofs: dict[str, Any]
+    ) -> dict[tuple[str, int], Tensor]:
+        lacking = {
+            Chunk(place.file, place.start, place.length, proofs.get(place.file))
+            for found in places.values()
+            for place in found
+            if not os.path.isfile(os.path.join(self.directory, place.file))
+        }
+        return fetch(self.directory, sorted(lacking), self._read_chunk)
+
+    def _read_chunk(self, chunk: Chunk) -> Tensor:
+        with ShardFile(os.path.join(self.directory, chunk.file)) as file:
+            known = self._checksums(file, chunk.file, {chunk.file: chunk.trailer})
+            return file.tensor(chunk.start, chunk.length, None if known is None else known[chunk.start])
+
     def _fill(
-        self, state: dict[str, Tensor], boxes: dict[str, Box], places: dict[str, list[Place]], proofs: dict[str, Any]
+        self,
+        state: dict[str, Tensor],
+        boxes: dict[str, Box],
+        places: dict[str, list[Place]],
+        proofs: dict[str, Any],
+        sent: dict[tuple[str, int], Tensor],
     ) -> None:
         by_file: dict[str, list[tuple[Place, str]]] = {}
         for key, found in places.items():
             for place in found:
-                by_file.setdefault(place.file, []).append((place, key))
+                if (there := sent.get((place.file, place.start))) is not None:
+                    _copy(state[key], boxes[key], there, place, f"{place.file}: {key}")
+                else:
+                    by_file.setdefault(place.file, []).append((place, key))
         for name, asked in sorted(by_file.items()):
             with ShardFile(os.path.join(self.directory, name)) as file:
                 known = self._checksums(file, name, proofs)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -100,7 +100,21 @@ def write_index(directory: str, save_id: str, written: list[Written]) -> None:
     """Write what belongs to all files; one rank does it, once all have written.
 
     Args:
+        directory: of the shards.
+        save_id: of this save.
         written: what each rank says, by rank.
+
+    Raises:
+        ValueError: a file is not as its rank says, or the ranks' parts do not make up the tensors.
+        OSError: it cannot be written.
+    """
+    put_index(directory, *make_index(save_id, written, _trailers(directory, save_id, written)))
+
+
+def make_index(
+    save_id: str, written: list[Written], trailers: Iterable[tuple[str, Any]]
+) -> tuple[bytes, dict[str, Any]]:
+    """The index and what ``shards.json`` says; ``trailers`` of all files are read where the last index does not do.
 
     Raises:
         ValueError: a file is not as its rank says, or the ranks' parts do not make up the tensors.
@@ -112,14 +126,22 @@ def write_index(directory: str, save_id: str, written: list[Written]) -> None:
         raw = _last.raw.replace(_last.save_id.encode(), save_id.encode())
     else:
         _last = None  # its memory is needed
-        raw = index_bytes(_trailers(directory, save_id, written), save_id)
+        raw = index_bytes(iter(trailers), save_id)
     _last = _Index(places, save_id, raw)
+    proofs = {file_name(index): of_rank.trailer for index, of_rank in enumerate(written)}
+    return raw, {"format": FORMAT, "save_id": save_id, "hash": HASH, "index": checksum(raw), "files": proofs}
+
+
+def put_index(directory: str, raw: bytes, facts: dict[str, Any]) -> None:
+    """Write what :func:`make_index` made.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     with open(os.path.join(directory, METADATA), "wb") as file:
         file.write(raw)
         file.flush()
         os.fsync(file.fileno())
-    proofs = {file_name(index): of_rank.trailer for index, of_rank in enumerate(written)}
-    facts = {"format": FORMAT, "save_id": save_id, "hash": HASH, "index": checksum(raw), "files": proofs}
     write_json(os.path.join(directory, SHARDS_JSON), facts)
 
 
@@ -129,8 +151,14 @@ def _trailers(directory: str, save_id: str, written: list[Written]) -> Iterator[
             yield file_name(index), file.trailer(save_id, of_rank.trailer)
 
 
-def save(state: dict[str, Tensor], directory: str) -> None:
+def save(state: dict[str, Tensor], directory: str, leads: bool | None = None) -> None:
     """Write all tensors; collective.
+
+    Args:
+        state: by key.
+        directory: of the shards.
+        leads: None where all ranks see one directory. Else each node has its own, the index too: whether this rank
+            writes what its node has once.
 
     Raises:
         CheckpointError: on every rank.
@@ -144,6 +172,21 @@ def save(state: dict[str, Tensor], directory: str) -> None:
         error = caught
     agree(error, f"writing {directory}")
     theirs = everyone(written)
+    if leads is None:
+        with together(f"writing {directory}"):
+            if rank() == 0:
+                write_index(directory, save_id, theirs)
+        return
+    own = None
+    with together(f"reading {directory}"):
+        assert written is not None
+        with ShardFile(os.path.join(directory, file_name(rank()))) as file:
+            own = file_name(rank()), file.trailer(save_id, written.trailer)
+    trailers, index = everyone(own), None
     with together(f"writing {directory}"):
         if rank() == 0:
-            write_index(directory, save_id, theirs)
+            index = make_index(save_id, theirs, trailers)
+    index = from_rank0(index)
+    with together(f"writing {directory}"):
+        if leads:
+            put_index(directory, *index)

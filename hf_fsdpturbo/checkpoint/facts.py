@@ -50,11 +50,12 @@ def conversion_key(conversion: Any) -> list[Any]:
     ]
 
 
-def describe(model: nn.Module, topology: dict[str, int] | None) -> dict[str, Any]:
-    """Content of ``topology.json``: sizes, versions, model type, number of experts, conversions."""
+def describe(model: nn.Module, topology: dict[str, int] | None, weights: str = "dcp") -> dict[str, Any]:
+    """Content of ``topology.json``: sizes, versions, model type, number of experts, conversions, where weights lie."""
     packages = ("torch", "transformers", "accelerate", "trl")
     return {
         "format": FORMAT,
+        "weights": weights,
         "world_size": world_size(),
         "topology": topology,
         "versions": {name: str(compat.installed_version(name)) for name in packages},

@@ -69,12 +69,16 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name not in ignored | tied}
 
 
-def export_model(model: PreTrainedModel, directory: str, max_file_bytes: int) -> list[str]:
+def export_model(
+    model: PreTrainedModel, directory: str, max_file_bytes: int, one_disk: bool = True
+) -> list[str]:
     """Write the weights of a (sharded or whole) model as safetensors files with an index; collective.
 
     Args:
+        model: whose weights are written.
         directory: exists on every rank; weight files already there are replaced.
         max_file_bytes: size at which a new file is begun. A model no larger than that is one ``model.safetensors``.
+        one_disk: all ranks see the directory, and share the writing. Else rank 0 writes, on its own disk.
 
     Returns:
         Names of the files.
@@ -82,17 +86,19 @@ def export_model(model: PreTrainedModel, directory: str, max_file_bytes: int) ->
     Raises:
         CheckpointError: on every rank, if a rank could not write.
     """
-    return export_tensors(model, RankTensors(saved_tensors(model)), directory, max_file_bytes)
+    return export_tensors(model, RankTensors(saved_tensors(model)), directory, max_file_bytes, one_disk)
 
 
-def export_tensors(model: PreTrainedModel, source: TensorSource, directory: str, max_file_bytes: int) -> list[str]:
+def export_tensors(
+    model: PreTrainedModel, source: TensorSource, directory: str, max_file_bytes: int, one_disk: bool = True
+) -> list[str]:
     """:func:`export_model` from any source; ``model`` gives names only and may be on meta."""
     extra = from_rank0(unused.readable(model) if rank() == 0 else None)
     with together("planning the export"):
         jobs = make_jobs(model, source.tensors)
         jobs += carried_jobs(extra, jobs)
         total = sum(output.nbytes for job in jobs for output in job.outputs)
-        if world_size() > 1 and total > max_file_bytes:
+        if world_size() > 1 and one_disk and total > max_file_bytes:
             assign_writers(jobs, _owners(jobs, source), world_size())
         files = lay_out(jobs, max_file_bytes)
     staging = os.path.join(directory, STAGING)
@@ -101,7 +107,8 @@ def export_tensors(model: PreTrainedModel, source: TensorSource, directory: str,
             shutil.rmtree(staging, ignore_errors=True)
             os.makedirs(staging)
     with together(f"finding {staging}"):
-        wait_visible(staging)
+        if one_disk or rank() == 0:
+            wait_visible(staging)
     names = _file_names(len(files))
     with rules_kept(model):
         error = _Writer(model, source, files, [os.path.join(staging, name) for name in names]).run(jobs)

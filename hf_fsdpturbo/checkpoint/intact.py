@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from typing import Any
 
@@ -31,10 +32,10 @@ def check(directory: str, checksums: bool = True) -> dict[str, Any]:
             f"resume_from_checkpoint: {directory} has no {COMPLETE}: it was not finished, or not written by "
             "hf_fsdpturbo. Choose another checkpoint; weights of other origin are given as the model's path."
         )
-    facts = _marker(os.path.join(directory, COMPLETE))
+    facts = marker_of(os.path.join(directory, COMPLETE))
     for name, size in facts["files"].items():
         others = name.startswith(_RANDOM_STATE) and name != _own_random_state()
-        _check_file(directory, name, size, None if others or not checksums else facts["hashes"].get(name))
+        check_file(directory, name, size, None if others or not checksums else facts["hashes"].get(name))
     return facts
 
 
@@ -42,7 +43,7 @@ def _own_random_state() -> str:
     return f"{_RANDOM_STATE}{rank()}.pth"
 
 
-def _marker(path: str) -> dict[str, Any]:
+def marker_of(path: str) -> dict[str, Any]:
     """The marker's facts; one that was written before there were checksums has none."""
     facts = read_json(path)
     facts = {"hashes": {}, **facts} if isinstance(facts, dict) else {}
@@ -57,7 +58,7 @@ def _is_inside(name: str) -> bool:
     return not os.path.isabs(name) and os.pardir not in name.split(os.sep)
 
 
-def _check_file(directory: str, name: str, size: int, known: str | None) -> None:
+def check_file(directory: str, name: str, size: int, known: str | None) -> None:
     """Raise ValueError unless the file is there with the size, and the checksum, on record."""
     path = os.path.join(directory, name)
     try:
@@ -76,6 +77,24 @@ def _check_file(directory: str, name: str, size: int, known: str | None) -> None
             f"{path} is not what was written: it is damaged, or of another checkpoint. Copy it again, choose another "
             "checkpoint, or set verify_checkpoint: false if it was changed on purpose."
         )
+
+
+def fault_on_own_node(directory: str, checksums: bool, leads: bool) -> BaseException | None:
+    """As :func:`fault_in`, where each node's own disk holds a part of it, with a marker of its own.
+
+    Args:
+        directory: on this node's disk.
+        checksums: compare those in the marker.
+        leads: this rank looks at all of its node's files; the others at their random state.
+    """
+    try:
+        if leads or not is_finished(directory):
+            check(directory, checksums)
+        elif (own := _own_random_state()) in (marker := marker_of(os.path.join(directory, COMPLETE)))["files"]:
+            check_file(directory, own, marker["files"][own], marker["hashes"].get(own) if checksums else None)
+    except FAILURES as caught:
+        return ValueError(f"on host {socket.gethostname()}: {caught}")
+    return None
 
 
 def fault_in(directory: str, checksums: bool = True) -> BaseException | None:
@@ -102,7 +121,7 @@ def fault_in(directory: str, checksums: bool = True) -> BaseException | None:
     own = _own_random_state()
     try:
         if fault is None and rank() != 0 and own in random_states:
-            _check_file(directory, own, *random_states[own])
+            check_file(directory, own, *random_states[own])
     except FAILURES as caught:
         fault = caught
     return fault

@@ -196,7 +196,9 @@ def _tape_router(router: nn.Module) -> None:
     router.forward = taped_forward  # type: ignore[method-assign]
 
 
-def install_routing_tape(model: nn.Module, experts: Collection[str] = (), keeps: bool = False) -> list[str]:
+def install_routing_tape(
+    model: nn.Module, experts: Collection[str] = (), keeps: bool = False, alone: bool = False
+) -> list[str]:
     """Make activation checkpointing of ``model`` replay its routing. Call once, before checkpointing is switched on.
 
     Wraps the routers' forward and, on this instance, ``_set_gradient_checkpointing`` (where Transformers hands its
@@ -207,6 +209,7 @@ def install_routing_tape(model: nn.Module, experts: Collection[str] = (), keeps:
         model: whose layers are checkpointed.
         experts: names of experts modules that are not called ``experts``.
         keeps: whether tapes keep what is dear (``recompute="selective"``).
+        alone: nothing is sharded: a model without routers is left as it is.
 
     Returns:
         Names of the routers found.
@@ -218,7 +221,7 @@ def install_routing_tape(model: nn.Module, experts: Collection[str] = (), keeps:
     for router in routers.values():
         _tape_router(router)
     set_checkpointing = getattr(model, "_set_gradient_checkpointing", None)
-    if set_checkpointing is None:
+    if set_checkpointing is None or (alone and not routers):
         return list(routers)
 
     def set_taped(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **kwargs: Any) -> Any:
@@ -234,8 +237,8 @@ def _with_tape(function: Any, keeps: bool = False) -> Callable[..., Any]:
     given = dict(getattr(function, "keywords", {}))
     if given.get("use_reentrant", False):
         raise ValueError(
-            "gradient_checkpointing_kwargs={'use_reentrant': True} cannot replay expert routing. "
-            "Set use_reentrant to False."
+            "gradient_checkpointing_kwargs={'use_reentrant': True} cannot replay expert routing, and leaves the "
+            "router's aux loss without a gradient. Set use_reentrant to False."
         )
     if given.get("context_fn") is not None:
         raise ValueError(

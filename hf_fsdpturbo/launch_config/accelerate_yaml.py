@@ -21,6 +21,7 @@ class LaunchConfig:
         found_by: how it was found, for the summary.
         fields: our keys (``fsdp_turbo_`` removed), values as YAML has them; not yet checked.
         use_cpu: the YAML's top-level ``use_cpu``.
+        distributed_type: as accelerate names it, or None when there is no YAML.
         mixed_precision: "no", "bf16", or None when neither the YAML nor the launch command says.
     """
 
@@ -29,6 +30,7 @@ class LaunchConfig:
     fields: dict[str, Any] = field(default_factory=dict)
     use_cpu: bool = False
     mixed_precision: str | None = None
+    distributed_type: str | None = None
 
 
 def read_yaml(path: Path, found_by: str, precision_flag: str | None) -> LaunchConfig:
@@ -57,11 +59,16 @@ def read_yaml(path: Path, found_by: str, precision_flag: str | None) -> LaunchCo
         fields=_our_fields(config.fsdp_config, where),
         use_cpu=config.use_cpu,
         mixed_precision=None if precision is None else str(precision).lower(),
+        distributed_type=_kind(config),
     )
 
 
+def _kind(config: Any) -> str:
+    return str(getattr(config.distributed_type, "value", config.distributed_type))
+
+
 def _refuse_foreign_config(config: Any, where: str) -> None:
-    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+    kind = _kind(config)
     if str(getattr(config.compute_environment, "value", "")) != "LOCAL_MACHINE":
         raise ValueError(
             f"compute_environment={config.compute_environment} in {where}: only LOCAL_MACHINE is supported."
@@ -85,8 +92,16 @@ def _refuse_foreign_config(config: Any, where: str) -> None:
 def _our_fields(block: dict[str, Any], where: str) -> dict[str, Any]:
     foreign = sorted(key for key in block if not key.startswith(YAML_PREFIX))
     if foreign:
+        first = f"fsdp_config {foreign[0]}={block[foreign[0]]!r} in {where}"
+        ours = [key for key in foreign if not key.startswith("fsdp_")]  # accelerate's own keys begin so
+        if ours:
+            spelled = ", ".join(f"{YAML_PREFIX}{key}" for key in ours)
+            raise ValueError(
+                f"fsdp_config {ours[0]}={block[ours[0]]!r} in {where} is no key of the accelerate config: settings of "
+                f"hf_fsdpturbo are spelled {YAML_PREFIX}<field> there. Write {spelled}."
+            )
         raise ValueError(
-            f"fsdp_config {foreign[0]}={block[foreign[0]]!r} in {where} is accelerate's own FSDP setting, and FSDP is "
-            f"ours here. Remove {foreign}; only {YAML_PREFIX}<field> keys belong there."
+            f"{first} is accelerate's own FSDP setting, and FSDP is ours here. Remove {foreign}; only "
+            f"{YAML_PREFIX}<field> keys belong there."
         )
     return {key.removeprefix(YAML_PREFIX): value for key, value in block.items()}

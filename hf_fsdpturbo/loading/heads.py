@@ -18,8 +18,8 @@ FRESH_HEADS = ("score.", "classifier.")
 DRAWN_IN_MEMORY = 2**16
 """Elements. Some families draw values of a tensor's size before they find that it is loaded (decay rates of Qwen3.5),
 which moves the random state that adapters are drawn from next; on meta it would stay."""
-REPLACED_HEAD = "lm_head."
-"""The head of a base checkpoint, which a fresh task head takes the place of."""
+REPLACED_HEADS = ("lm_head.", "embed_out.")
+"""The head of a base checkpoint (GPT-NeoX's has its own name), which a fresh task head takes the place of."""
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from hf_fsdpturbo.checkpoint import unused
-from hf_fsdpturbo.loading.heads import REPLACED_HEAD
+from hf_fsdpturbo.loading.heads import REPLACED_HEADS
 from hf_fsdpturbo.loading.open_files import Headers
 from hf_fsdpturbo.ranks import rank
 
@@ -33,7 +33,7 @@ def settle_unused(
         fresh_head: a task head was drawn; the checkpoint's own head, whose place it takes, is not carried.
         drop: leave them out, and mend the config.
     """
-    left = {key for key in keys if not (fresh_head and key.startswith(REPLACED_HEAD))}
+    left = {key for key in keys if not (fresh_head and key.startswith(REPLACED_HEADS))}
     mended = unused.mend_config(cast(Any, model).config) if drop else []
     if rank() != 0:
         return

@@ -29,9 +29,7 @@ def check_peft_config(config: Any) -> None:
     Raises:
         ValueError: naming field, value, rule, fix.
     """
-    kind = getattr(config.peft_type, "value", config.peft_type)
-    if kind != "LORA":
-        raise ValueError(f"peft_config.peft_type is {kind}, but sharded models take only LORA. Use LoraConfig.")
+    _refuse_other_kind(config, "peft_config.peft_type")
     refused = {
         "use_dora": (config.use_dora, "it needs norms of whole weights", "Leave it out"),
         "bias": (config.bias != "none", "base biases stay frozen", 'Set bias="none"'),
@@ -53,6 +51,22 @@ def check_peft_config(config: Any) -> None:
             f"peft_config.lora_dropout is {config.lora_dropout}, but with target_parameters it must be 0: dropout "
             "cannot be applied to a weight's update. Set lora_dropout=0 (--lora_dropout 0; TRL's default is 0.05)."
         )
+
+
+def refuse_other_adapters(peft_model: Any) -> None:
+    """Refuse a PEFT model whose adapter is not LoRA (prompt tuning and its like run outside the sharded layers).
+
+    Raises:
+        ValueError: naming the adapter and its kind.
+    """
+    for name, config in peft_model.peft_config.items():
+        _refuse_other_kind(config, f"model has an adapter {name!r} whose peft_type")
+
+
+def _refuse_other_kind(config: Any, what: str) -> None:
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != "LORA":
+        raise ValueError(f"{what} is {kind}, but sharded models take only LORA. Use LoraConfig, or one process.")
 
 
 def check_target_parameters(config: Any, model: nn.Module) -> None:

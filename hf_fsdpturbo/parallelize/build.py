@@ -17,7 +17,7 @@ from hf_fsdpturbo.loading.from_dcp import load_dcp
 from hf_fsdpturbo.loading.from_rank0 import load_on_rank0, weights_from_rank0
 from hf_fsdpturbo.loading.heads import share_random_state
 from hf_fsdpturbo.loading.seam import load_sharded, load_whole
-from hf_fsdpturbo.lora.adapter import add_adapter, draw_adapters, hide, make_shardable
+from hf_fsdpturbo.lora.adapter import add_adapter, draw_adapters, hide, make_shardable, refuse_other_adapters
 from hf_fsdpturbo.lora.adapter_files import is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize.fused_experts import register_experts_implementation
@@ -49,11 +49,16 @@ class Adapter:
         config: what to add; None adds nothing.
         model: the model that was given, if it was an object.
         head_unit: as ``parallelize_model`` has it; not with an adapter, which may sit on the head.
+
+    Raises:
+        ValueError: it has an adapter that is not LoRA.
     """
 
     def __init__(self, config: Any, model: Any = None, *, head_unit: bool = False) -> None:
         self.config, self.head_unit = config, head_unit
         self.peft_model: Any = model if is_peft(model) else None
+        if self.peft_model is not None:
+            refuse_other_adapters(self.peft_model)
         self.on_meta = False
         self.show: Callable[[], None] = lambda: None
         self.frozen: list[tuple[nn.Module, str]] = []
@@ -120,7 +125,7 @@ def build_model(
         ValueError: the checkpoint is damaged or does not fit; sizes do not fit the model.
     """
     register_experts_implementation()
-    build, kwargs = model_loader(trainer_class, config, defaults or {})
+    build, kwargs = model_loader(trainer_class, config, defaults or {}, path)
     storage = STORAGE_DTYPES.get(config.fsdpturbo_params.param_storage_dtype)
     if storage is not None:
         kwargs["dtype"] = storage

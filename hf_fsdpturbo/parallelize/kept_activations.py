@@ -36,7 +36,7 @@ def install_recompute(
         lines for the summary: what is kept of which layers, and its size.
     """
     selective = args.recompute == "selective"
-    install_routing_tape(model, experts, keeps=selective)
+    install_routing_tape(model, experts, keeps=selective, alone=topology.world_size == 1)
     kept, again = keep_attention(model) if selective else (set(), set())
     if not (selective and getattr(args, "activation_checkpointing", False)):
         return []

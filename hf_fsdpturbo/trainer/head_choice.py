@@ -17,6 +17,7 @@ class HeadChoice:
     Args:
         trainer_class: the user's.
         given: the trainer's arguments.
+        args: the training arguments in force.
 
     Attributes:
         why_not: why TRL's head stays, None for ours.
@@ -26,11 +27,10 @@ class HeadChoice:
         ValueError: ``fused_linear_cross_entropy='on'``, where it cannot be.
     """
 
-    def __init__(self, trainer_class: type, given: GivenArguments) -> None:
-        args = given.get("args")
+    def __init__(self, trainer_class: type, given: GivenArguments, args: Any) -> None:
         self.asked, self.family = args.fused_linear_cross_entropy, trl_classes(trainer_class)
         self.is_quiet = self.asked == "off" or (self.asked == "auto" and args.device.type == "cpu")
-        self.why_not = "" if self.is_quiet else self._reason(trainer_class, given)
+        self.why_not = "" if self.is_quiet else self._reason(trainer_class, given, args)
         if self.asked == "on" and self.why_not is not None:
             raise self._cannot_be(self.why_not)
 
@@ -38,15 +38,14 @@ class HeadChoice:
     def is_ours(self) -> bool:
         return self.why_not is None
 
-    def _reason(self, trainer_class: type, given: GivenArguments) -> str | None:
-        args = given.get("args")
+    def _reason(self, trainer_class: type, given: GivenArguments, args: Any) -> str | None:
         if "SFTTrainer" not in self.family:
             return "only SFTTrainer's loss weighs all positions alike"
         for cls in trainer_class.__mro__[: trainer_class.__mro__.index(self.family["SFTTrainer"])]:
             if not cls.__module__.startswith("hf_fsdpturbo.") and "compute_loss" in vars(cls):  # ours hands on
                 return f"{cls.__name__}.compute_loss may weigh positions differently"
-        if args.loss_type != "nll":
-            return f"loss_type={args.loss_type!r} weighs positions differently"
+        if (kind := getattr(args, "loss_type", "nll")) != "nll":  # plain TrainingArguments have none
+            return f"loss_type={kind!r} weighs positions differently"
         if given.get("compute_loss_func") is not None:
             return "compute_loss_func takes whole logits"
         if args.label_smoothing_factor:

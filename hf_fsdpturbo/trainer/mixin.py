@@ -23,7 +23,7 @@ from hf_fsdpturbo.lora.merged_export import export_merged
 from hf_fsdpturbo.optim.one_pass import in_one_pass
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import ShardingReport
-from hf_fsdpturbo.ranks import together
+from hf_fsdpturbo.ranks import raised_on_every_rank, together
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.trainer import resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
@@ -76,7 +76,8 @@ class FSDPTurboTrainerMixin:
         set_up = SetUp(type(self), GivenArguments(super().__init__, behind, args, kwargs))
         self.parallel_state = set_up.parallel_state
         self._batches = SharedBatches(set_up.topology.cp_size, set_up.topology.dp_size)
-        self._saving, self._norm = saving.Saving(self), StepNorm(self)
+        self._saving, self._norm = saving.Saving(self, set_up.config), StepNorm(self)
+        self._set_up = set_up
         self._opened: Any = None  # shards of the checkpoint that is being resumed
         self.sharding_report = set_up.shard_models()
         with set_up.parent_arguments() as given:
@@ -94,6 +95,17 @@ class FSDPTurboTrainerMixin:
             self._rows = GatheredRows(self.accelerator, self._batches.cp_size)
             self._rows.install()
             self._bind_gather_function()
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Rank 0 asks the Hub; what goes wrong there is raised on every rank."""
+        with raised_on_every_rank("making the Hub repository (push_to_hub)"):
+            super().init_hf_repo(token, private)  # type: ignore[misc]
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """One process only: what ``model_init`` makes gets what a model that is given gets."""
+        made = self._set_up.prepare_made(super().call_model_init(trial))  # type: ignore[misc]
+        self.sharding_report = self._set_up.report
+        return made
 
     def _bind_gather_function(self) -> None:
         """As Trainer binds it in ``__init__``; after an evaluation it forgets ``eval_use_gather_object``."""
@@ -113,7 +125,7 @@ class FSDPTurboTrainerMixin:
         given = self.optimizer if self.optimizer is not None else self.optimizer_cls_and_kwargs
         optimizer = parent.create_optimizer() if model is None else parent.create_optimizer(model)
         refuse_foreign_parameters(optimizer, self.model)
-        self.optimizer = in_one_pass(optimizer, self.args.optim_implementation, is_given=given is not None)
+        self.optimizer = in_one_pass(optimizer, self._set_up.config.optim_implementation, is_given=given is not None)
         return self.optimizer
 
     # Batches
@@ -157,7 +169,7 @@ class FSDPTurboTrainerMixin:
         """
         saving.check_settings(self)
         if resume_from_checkpoint is True or str(resume_from_checkpoint).lower() == "true":  # from a command line
-            resume_from_checkpoint = resuming.newest_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = resuming.newest_checkpoint(self.args.output_dir, self._saving.each_node)
         gc.collect()
         gc.freeze()
         ended = False
@@ -224,7 +236,10 @@ class FSDPTurboTrainerMixin:
         Raises:
             CheckpointError: on every rank, if one could not write.
         """
-        self._saving.save_model(output_dir)
+        if self._saving.left_to_parent:
+            super().save_model(output_dir, _internal_call=True)  # type: ignore[misc]
+        else:
+            self._saving.save_model(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
@@ -248,7 +263,10 @@ class FSDPTurboTrainerMixin:
         self._saving.save_checkpoint(lambda: step._save_checkpoint(model, trial), self._get_output_dir(trial))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._saving.save_training_state(output_dir)
+        if self._saving.as_plain:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        else:
+            self._saving.save_training_state(output_dir)
 
     def _save_scaler(self, output_dir: str) -> None:
         with together(f"saving to {output_dir}"):
@@ -277,21 +295,26 @@ class FSDPTurboTrainerMixin:
             adapter_files.load_adapter(self.model, directory)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._opened = resuming.load_model(self, resume_from_checkpoint)
+        parents = super()._load_from_checkpoint  # type: ignore[misc]
+        self._opened = resuming.load_model(self, resume_from_checkpoint, parents)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             opened, self._opened = self._opened, None
-            resuming.load_training_state(self, checkpoint, opened)
+            parents = super()._load_optimizer_and_scheduler  # type: ignore[misc]
+            resuming.load_training_state(self, checkpoint, opened, parents)
 
     def _load_best_model(self) -> None:
         self._saving.finish()
-        resuming.load_best_model(self)
+        resuming.load_best_model(self, super()._load_best_model)  # type: ignore[misc]
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: each trial would build a new model past the sharded loader."""
+        """One process only: in a sharded run each trial would build a new model past the sharded loader."""
+        if self.parallel_state is None:
+            return super().hyperparameter_search(*args, **kwargs)  # type: ignore[misc]
         raise ValueError(
-            "hyperparameter_search rebuilds the model for each trial and is not supported. Start one run a trial."
+            "hyperparameter_search rebuilds the model for each trial and is not supported in a run of several "
+            "processes. Start one run a trial."
         )
 
 

@@ -5,32 +5,58 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from hf_fsdpturbo import compat
+from hf_fsdpturbo.lora.adapter_files import is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
 from hf_fsdpturbo.quantisation import refuse_quantised, refuse_settings
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 
+PACKAGES_OF_REPORTS = {
+    "tensorboard": "tensorboard (or tensorboardX)",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "swanlab": "swanlab",
+    "comet_ml": "comet_ml",
+    "clearml": "clearml",
+}
+"""Values of report_to whose absence Transformers finds out only when it makes the callback, and what each needs."""
 IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "image_sizes")
 
 
-def refuse_model(given: GivenArguments) -> None:
+def is_transformers_model(model: Any) -> bool:
+    """Whether a model object is one of Transformers' (with an adapter or without): the others have no config."""
+    return isinstance(model.get_base_model() if is_peft(model) else model, PreTrainedModel)
+
+
+def refuse_model(given: GivenArguments, world_size: int) -> None:
     """Refuse trainer arguments that build or change the model past our loader (spec section 14).
 
     Args:
         given: the trainer's arguments by name.
+        world_size: one process takes what plain Trainer takes.
 
     Raises:
         ValueError: naming the argument.
     """
-    for name, reason in {
-        "model_init": "it rebuilds the model for each trial, past the sharded loader",
-    }.items():
-        if given.get(name) is not None:
-            raise ValueError(f"{name} is not supported: {reason}. Leave {name} out.")
+    if world_size > 1 and given.get("model_init") is not None:
+        raise ValueError(
+            "model_init is not supported in a run of several processes: it makes the model past the sharded loader. "
+            "Pass model, a path or an object."
+        )
     refuse_settings({"quantization_config": given.get("quantization_config")})
     model = given.get("model")
+    if world_size > 1 and isinstance(model, nn.Module) and not is_transformers_model(model):
+        raise ValueError(
+            f"model is a {type(model).__name__}, which is no Transformers model (PreTrainedModel): only those are "
+            "sharded. Train it in one process, or with DDP and transformers.Trainer."
+        )
     config = getattr(model, "config", None)
     if getattr(config, "distributed_config", None) is not None or getattr(model, "_device_mesh", None) is not None:
         raise ValueError(
@@ -63,6 +89,8 @@ def refuse_foreign_parameters(optimizer: Any, model: Any) -> None:
     Raises:
         ValueError: how many there are, and what to do.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
     own = set(model.parameters())
     foreign = sum(parameter not in own for group in optimizer.param_groups for parameter in group["params"])
     if foreign:
@@ -71,6 +99,25 @@ def refuse_foreign_parameters(optimizer: Any, model: Any) -> None:
             "They were taken from a model before it was sharded, and nothing would train. Override create_optimizer "
             "and make groups of self.model.named_parameters() there."
         )
+
+
+def refuse_missing_packages(config: Any) -> None:
+    """Refuse settings whose package is not there, before the model is loaded rather than after.
+
+    Raises:
+        ValueError: naming setting and package.
+    """
+    from transformers.integrations import get_available_reporting_integrations
+
+    if getattr(config, "use_liger_kernel", False):
+        compat.require("liger_kernel", "use_liger_kernel=True")
+    wanted, there = config.report_to, get_available_reporting_integrations()
+    for name in wanted if isinstance(wanted, list) else [wanted]:
+        if name in PACKAGES_OF_REPORTS and name not in there:
+            raise ValueError(
+                f"report_to={name!r} needs {PACKAGES_OF_REPORTS[name]}, which is not installed. Install it, or set "
+                "report_to to 'none'."
+            )
 
 
 def refuse_accelerate(accelerator: Any) -> None:
@@ -124,7 +171,7 @@ def aux_loss_warning(trainer_class: type, model: Any, config: Any) -> str | None
     Its Trainer multiplies the model's loss, aux loss included, by the number of processes, and leaves out the division
     by accumulation steps. TRL adds the aux loss itself, rightly. Goes when the issue is closed.
     """
-    text = model.config.get_text_config() if hasattr(model, "config") else None
+    text = model.config.get_text_config() if is_transformers_model(model) else None
     if trl_classes(trainer_class) or not getattr(text, "output_router_logits", False):
         return None
     times = config.world_size * getattr(config, "gradient_accumulation_steps", 1)

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from hf_fsdpturbo.checkpoint import commit, dcp, facts, intact, scheduler
+from hf_fsdpturbo.checkpoint import commit, dcp, facts, intact, plain_trainer, scheduler
 from hf_fsdpturbo.checkpoint.dcp_read import SavedDirectory
+from hf_fsdpturbo.loading.files import check_checkpoint_files
 from hf_fsdpturbo.lora import adapter_files
 from hf_fsdpturbo.parallelize.reload import reload_weights
-from hf_fsdpturbo.ranks import from_rank0, rank, together
+from hf_fsdpturbo.ranks import everyone, from_rank0, rank, together
 from hf_fsdpturbo.trainer.saving import SCHEDULER, sizes_of
 
 
-def newest_checkpoint(run_dir: str) -> str:
-    """The newest finished checkpoint of a run; says what it skipped. Collective.
+def newest_checkpoint(run_dir: str, each_node: bool = False) -> str:
+    """The newest finished checkpoint of a run, ours or plain Trainer's; says what it skipped. Collective.
+
+    Args:
+        run_dir: where they are.
+        each_node: on each node's own disk: the newest that is finished on all of them.
 
     Raises:
         ValueError: there is none; on every rank.
     """
+    if each_node:
+        return _newest_on_all(run_dir)
     found: list[Any] = [None, []]
     with together(f"looking for checkpoints in {run_dir}"):
         if rank() == 0:
             commit.restore_moved_aside(run_dir)
-            found = list(commit.last_checkpoint(run_dir))
+            found = list(commit.last_checkpoint(run_dir, _may_be_taken))
             for note in found[1]:
                 print(f"[hf_fsdpturbo] resume: {note}", flush=True)
     newest, notes = from_rank0(found)
@@ -36,30 +46,48 @@ def newest_checkpoint(run_dir: str) -> str:
     return newest
 
 
-def load_model(trainer: Any, checkpoint: str) -> SavedDirectory:
+def _newest_on_all(run_dir: str) -> str:
+    with together(f"looking for checkpoints in {run_dir}"):
+        mine = {step for step, path in commit.checkpoints(run_dir) if commit.is_finished(path)}
+    by_rank = everyone((socket.gethostname(), sorted(mine)))
+    common = set.intersection(*(set(steps) for _, steps in by_rank))
+    if not common:
+        raise ValueError(
+            f"resume_from_checkpoint=True, but no checkpoint in output_dir {run_dir} is finished on every node: "
+            f"{dict(by_rank)}. Start anew, or give one that is."
+        )
+    return os.path.join(run_dir, f"checkpoint-{max(common)}")
+
+
+def _may_be_taken(checkpoint: str) -> bool:
+    return commit.is_finished(checkpoint) or plain_trainer.is_whole(checkpoint)
+
+
+def load_model(trainer: Any, checkpoint: str, parents: Callable[[str], None]) -> SavedDirectory | None:
     """Check a checkpoint, then fill the trainer's model in place, whatever topology wrote it. Collective.
 
+    Args:
+        trainer: whose model is filled.
+        checkpoint: the directory.
+        parents: the parent class's method, for plain Trainer's files in one process.
+
     Returns:
-        the opened shards, for :func:`load_training_state`: their index is read once.
+        the opened shards, for :func:`load_training_state`: their index is read once. None of plain Trainer's files.
 
     Raises:
-        ValueError: not finished, without shards, or of another model; on every rank.
+        ValueError: not finished, without an optimizer, or of another model; on every rank.
     """
-    model, adapted = trainer.model, adapter_files.is_peft(trainer.model)
-    directory = os.path.join(checkpoint, dcp.DCP_DIR)
-    verify = trainer.args.verify_checkpoint
-    fault = intact.fault_in(checkpoint, verify)
+    model, adapted, verify = trainer.model, adapter_files.is_peft(trainer.model), trainer._saving.verify
+    if _is_plain(trainer, checkpoint):
+        with together("resuming"):
+            plain_trainer.check_record(checkpoint, verify)
+            _refuse_weights_only(trainer, checkpoint, adapted)
+        load_plain_weights(trainer, checkpoint, lambda: parents(checkpoint))
+        return None
+    fault = _fault_in(trainer, checkpoint)
     with together("resuming"):
         if fault is not None:
             raise fault
-        if not os.path.isdir(directory):
-            fix = "Give it as the model's path to start a new run from it."
-            if adapted:
-                fix = "Call trainer.load_adapter(directory) before train() to start a new run from its adapter."
-            raise ValueError(
-                f"resume_from_checkpoint: {checkpoint} was written with save_only_model or not by "
-                f"this package, and has no optimizer shards. {fix}"
-            )
         written = facts.read(checkpoint)
         facts.check_same_model(checkpoint, written, model)
     if rank() == 0 and written["topology"] != sizes_of(trainer):
@@ -68,49 +96,133 @@ def load_model(trainer: Any, checkpoint: str) -> SavedDirectory:
             f"{sizes_of(trainer) or 'one process'}. Dropout draws differ from the uninterrupted run's.",
             flush=True,
         )
-    opened = SavedDirectory(directory, verify)
+    opened = open_shards(trainer, checkpoint)
     if rank() == 0 and verify and not opened.proven:
         print(f"[hf_fsdpturbo] {checkpoint} was written without checksums: none are compared.", flush=True)
-    dcp.load_model(opened, model, adapted)
+    if written.get("weights") == "hub":
+        reload_weights(model, checkpoint, trainer.args, trainer.parallel_state)
+    else:
+        dcp.load_model(opened, model, adapted)
     return opened
 
 
-def load_training_state(trainer: Any, checkpoint: str, opened: SavedDirectory | None) -> None:
+def open_shards(trainer: Any, checkpoint: str) -> SavedDirectory:
+    """The shards of a checkpoint. Collective."""
+    kept = trainer._saving
+    return SavedDirectory(os.path.join(checkpoint, dcp.DCP_DIR), kept.verify, kept.each_node)
+
+
+def _fault_in(trainer: Any, checkpoint: str) -> BaseException | None:
+    kept = trainer._saving
+    if kept.each_node:
+        return intact.fault_on_own_node(checkpoint, kept.verify, kept.leads)
+    return intact.fault_in(checkpoint, kept.verify)
+
+
+def _is_plain(trainer: Any, checkpoint: str) -> bool:
+    """Whether to read plain Trainer's files; in one process also where nothing is, which the parent class names."""
+    if trainer.parallel_state is None and not os.path.exists(checkpoint):
+        return True
+    return from_rank0(rank() == 0 and plain_trainer.is_plain(checkpoint))
+
+
+def _refuse_weights_only(trainer: Any, checkpoint: str, adapted: bool) -> None:
+    """A sharded run goes on from a state; in one process plain Trainer goes on from weights alone, and so it does."""
+    if plain_trainer.optimizer_file(checkpoint) is not None:
+        return
+    if trainer.parallel_state is None:
+        if os.path.isdir(checkpoint):
+            print(f"[hf_fsdpturbo] {checkpoint} holds no optimizer: its states start at zero.", flush=True)
+        return
+    fix = "Give it as the model's path to start a new run from it."
+    if adapted:
+        fix = "Call trainer.load_adapter(directory) before train() to start a new run from its adapter."
+    raise ValueError(
+        f"resume_from_checkpoint: {checkpoint} was written with save_only_model (or by a tool that shards its "
+        f"optimizer): it has no optimizer shards of ours and none of {list(plain_trainer.OPTIMIZERS)}. {fix}"
+    )
+
+
+def load_plain_weights(trainer: Any, checkpoint: str, parents: Callable[[], None]) -> None:
+    """Fill the model from plain Trainer's files. Collective.
+
+    The parent class, in one process, takes the names of the files for those of the model: where they differ (stacked
+    experts), they are loaded as ``from_pretrained`` loads them.
+    """
+    model, adapted = trainer.model, adapter_files.is_peft(trainer.model)
+    if trainer.parallel_state is not None:
+        if adapted:
+            with together(f"reading {checkpoint}"):
+                adapter_files.load_adapter(model, checkpoint)
+        else:
+            reload_weights(model, checkpoint, trainer.args, trainer.parallel_state)
+        return
+    headers = {} if adapted or not os.path.isdir(checkpoint) else check_checkpoint_files(checkpoint)
+    names = {name for header in headers.values() for name in header}
+    if adapted or not isinstance(model, PreTrainedModel) or names <= model.state_dict().keys():
+        parents()
+    else:
+        reload_weights(model, checkpoint, trainer.args, None)
+
+
+def load_training_state(
+    trainer: Any, checkpoint: str, opened: SavedDirectory | None, parents: Callable[[str], None]
+) -> None:
     """Fill optimizer and scheduler. Collective.
 
     Args:
         trainer: read and filled.
         checkpoint: the directory.
         opened: its shards, where they are open.
+        parents: the parent class's method, for plain Trainer's files in one process.
 
     Raises:
         CheckpointError: another optimizer class, other parameters, or unreadable files; on every rank.
     """
-    if opened is None:
-        opened = SavedDirectory(os.path.join(checkpoint, dcp.DCP_DIR), trainer.args.verify_checkpoint)
-    described = os.path.join(checkpoint, dcp.OPTIMIZER_JSON)
     optimizer = dcp.unwrap_optimizer(trainer.optimizer)
-    dcp.load_optimizer(opened, described, trainer.model, optimizer)
+    if _is_plain(trainer, checkpoint):
+        if trainer.parallel_state is None:
+            parents(checkpoint)
+            return
+        groups = _load_plain_optimizer(trainer, checkpoint, optimizer)
+    else:
+        described = os.path.join(checkpoint, dcp.OPTIMIZER_JSON)
+        dcp.load_optimizer(opened or open_shards(trainer, checkpoint), described, trainer.model, optimizer)
+        groups = commit.read_json(described)["groups"]
     with together(f"reading {SCHEDULER}"):
         state = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
-        groups = commit.read_json(described)["groups"]
         sources = scheduler.group_sources(groups, trainer.model, optimizer)
         trainer.lr_scheduler.load_state_dict(scheduler.follow_groups(state, len(groups), sources))
 
 
-def load_best_model(trainer: Any) -> None:
+def _load_plain_optimizer(trainer: Any, checkpoint: str, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Fill a sharded optimizer from a whole one; its groups, by name. Collective."""
+    model, path = trainer.model, plain_trainer.optimizer_file(checkpoint)
+    with together(f"reading {checkpoint}"):
+        if path is None:
+            raise ValueError(f"{checkpoint} holds none of {list(plain_trainer.OPTIMIZERS)} here. Copy it whole.")
+        decayed = set(trainer.get_decay_parameter_names(model))
+        groups, state = plain_trainer.read_optimizer(path, model, decayed)
+    with together(f"reading {path}"):
+        plain_trainer.fill_optimizer(str(path), groups, state, model, optimizer)
+    return groups
+
+
+def load_best_model(trainer: Any, parents: Callable[[], None]) -> None:
     """Fill the model from the best checkpoint, which may hold shards, Hub weights or an adapter. Collective."""
     best, adapted = trainer.state.best_model_checkpoint, adapter_files.is_peft(trainer.model)
-    verify = trainer.args.verify_checkpoint
-    fault = intact.fault_in(best, verify)
+    verify = trainer._saving.verify
+    if _is_plain(trainer, best):
+        with together("load_best_model_at_end"):
+            plain_trainer.check_record(best, verify)
+        load_plain_weights(trainer, best, parents)
+        return
+    fault = _fault_in(trainer, best)
     with together("load_best_model_at_end"):
         if fault is not None:
             raise fault
-    directory = os.path.join(best, dcp.DCP_DIR)
-    if os.path.isdir(directory):
-        dcp.load_model(SavedDirectory(directory, verify), trainer.model, adapted)
-    elif adapted:
-        with together(f"reading {best}"):
-            adapter_files.load_adapter(trainer.model, best)
-    else:
+        in_hub_files = facts.read(best).get("weights") == "hub"
+    if in_hub_files:
         reload_weights(trainer.model, best, trainer.args, trainer.parallel_state)
+    else:
+        dcp.load_model(open_shards(trainer, best), trainer.model, adapted)

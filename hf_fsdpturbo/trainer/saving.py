@@ -10,12 +10,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from hf_fsdpturbo.arguments import FSDPTurboArguments
 from hf_fsdpturbo.checkpoint import commit, dcp, dcp_save, facts, unused
 from hf_fsdpturbo.checkpoint.background import BackgroundSave
 from hf_fsdpturbo.checkpoint.hub import export_model
 from hf_fsdpturbo.lora import adapter_files
 from hf_fsdpturbo.ranks import FAILURES, CheckpointError, agree, from_rank0, rank, together, world_size
+from hf_fsdpturbo.trainer.refusals import is_transformers_model
 
 TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 
@@ -25,15 +28,48 @@ class Saving:
 
     Args:
         trainer: read for its model, arguments, state, optimizer and scheduler at the time of each call.
+        config: whose ``checkpoint_format`` None is ``hub`` in one process, ``dcp`` in sharded runs.
 
     Attributes:
         staging: where the parent class writes while a checkpoint is being saved, else None.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, config: FSDPTurboArguments) -> None:
         self.trainer = trainer
+        self.alone = trainer.parallel_state is None
+        self.format = config.checkpoint_format or ("hub" if self.alone else "dcp")
+        self.verify = config.verify_checkpoint
         self.staging: str | None = None
         self.background: BackgroundSave | None = None
+
+    @property
+    def each_node(self) -> bool:
+        """``save_on_each_node`` in a sharded run: each node's checkpoint lies on its own disk."""
+        return bool(self.trainer.args.save_on_each_node) and not self.alone
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank does what is done once a folder: rank 0, or one rank of each node that has its own."""
+        return rank() == 0 or (self.each_node and self.trainer.args.local_process_index == 0)
+
+    @property
+    def as_plain(self) -> bool:
+        """One process writes plain Trainer's own files."""
+        return self.alone and self.format == "hub"
+
+    @property
+    def with_weights(self) -> bool:
+        """Whether a ``checkpoint-N`` holds weights that Transformers loads."""
+        return self.trainer.args.save_only_model or self.format != "dcp"
+
+    @property
+    def left_to_parent(self) -> bool:
+        """Whether the parent's ``save_model`` writes: adapters, and models without a config, of one process."""
+        return (
+            self.alone
+            and not isinstance(self.trainer.model, PreTrainedModel)
+            and (self.staging is None or self.as_plain)
+        )
 
     # Hub format
 
@@ -45,17 +81,17 @@ class Saving:
         """
         directory = output_dir or self.trainer.args.output_dir
         self._save_side_files(directory)
-        if (self.staging is None or self.trainer.args.save_only_model) and not adapter_files.is_peft(
-            self.trainer.model
-        ):
-            export_model(self.trainer.model, directory, self.trainer.hub_file_bytes)
+        if (self.staging is None or self.with_weights) and not adapter_files.is_peft(self.trainer.model):
+            export_model(self.trainer.model, directory, self.trainer.hub_file_bytes, one_disk=not self.each_node)
 
     def _save_side_files(self, directory: str) -> None:
         """Config, generation config, tokenizer, training arguments; adapter files where there are adapters."""
         adapter = adapter_files.is_peft(self.trainer.model)
         state_dict = adapter_files.gather_adapter(self.trainer.model) if adapter else {}
+        if adapter and self.each_node:
+            state_dict = from_rank0(state_dict)
         with together(f"saving to {directory}"):
-            if rank() == 0:
+            if self.leads:
                 os.makedirs(directory, exist_ok=True)
                 self.trainer._save(directory, state_dict=state_dict)
         with together(f"saving to {directory}"):
@@ -72,7 +108,7 @@ class Saving:
         self.finish()
         name = f"checkpoint-{self.trainer.state.global_step}"
         with together(f"preparing {run_dir}"):
-            if rank() == 0:
+            if self.leads:
                 commit.open_staging(run_dir, name)
         with together(f"preparing {run_dir}"):
             commit.wait_visible(os.path.join(commit.staging_dir(run_dir), name))
@@ -81,12 +117,12 @@ class Saving:
             self._settle_best(run_dir, name)
             if self.background is None:
                 with together(f"finishing {name}"):
-                    if rank() == 0:
+                    if self.leads:
                         self._commit(run_dir, name)
             else:
                 self.background.then(lambda: self._commit(run_dir, name))
         except CheckpointError:
-            if rank() == 0:
+            if self.leads:
                 shutil.rmtree(commit.staging_dir(run_dir), ignore_errors=True)  # a full disk needs the space
             raise
         if self.trainer.args.push_to_hub:
@@ -114,27 +150,31 @@ class Saving:
             return
         state.best_model_checkpoint = os.path.join(run_dir, os.path.basename(best))
         with together(f"finishing {name}"):
-            if rank() == 0:
+            if self.leads:
                 state.save_to_json(os.path.join(staging, name, TRAINER_STATE))
 
     def _commit(self, run_dir: str, name: str) -> None:
-        """Rank 0 only: the rename, then rotation, which never touches the one just made or the best."""
+        """One rank a folder: the rename, then rotation, which never touches the one just made or the best."""
         step = int(name.rpartition("-")[2])
         commit.commit(run_dir, name, {"step": step, "world_size": world_size()})
         new, limit = os.path.join(run_dir, name), self.trainer.args.save_total_limit
         commit.rotate(run_dir, limit, self.trainer.state.best_model_checkpoint, new)
 
     def save_training_state(self, output_dir: str) -> None:
-        """Model and optimizer as DCP shards, scheduler, topology.json."""
+        """Model (unless Hub files hold it) and optimizer as DCP shards, scheduler, topology.json."""
         trainer = self.trainer
         optimizer, directory = dcp.unwrap_optimizer(trainer.optimizer), os.path.join(output_dir, dcp.DCP_DIR)
         with together(f"saving to {output_dir}"):
-            state = dcp.gather_state(trainer.model, optimizer, adapter_files.is_peft(trainer.model))
-            if rank() == 0:
+            adapted = adapter_files.is_peft(trainer.model)
+            state = dcp.gather_state(trainer.model, optimizer, adapted)
+            in_hub_files = self.format == "hub" and not adapted
+            if in_hub_files:
+                state = {key: tensor for key, tensor in state.items() if not key.startswith("model.")}
+            if self.leads:
                 dcp.write_optimizer_json(trainer.model, optimizer, output_dir)
-                described = facts.describe(trainer.model, sizes_of(trainer))
+                described = facts.describe(trainer.model, sizes_of(trainer), "hub" if in_hub_files else "dcp")
                 commit.write_json(os.path.join(output_dir, facts.TOPOLOGY_JSON), described)
-                if not adapter_files.is_peft(trainer.model):
+                if not adapted and self.format == "dcp":
                     unused.keep_beside(trainer.model, output_dir)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch warns whenever a scheduler is saved without its optimizer
@@ -143,7 +183,7 @@ class Saving:
             timeout = timedelta(seconds=trainer.args.ddp_timeout)  # dist_timeout has set it
             self.background = BackgroundSave(state, directory, timeout)
         else:
-            dcp_save.save(state, directory)
+            dcp_save.save(state, directory, self.leads if self.each_node else None)
 
     # Saves in the background
 
@@ -165,10 +205,10 @@ class Saving:
     # Uploads
 
     def _push(self, checkpoint: str) -> None:
-        """Upload after the commit. Shards are no use to a reader of the Hub, so the model is exported first."""
+        """Upload after the commit. Shards are no use to a reader of the Hub, so a model in them is exported first."""
         if not from_rank0(rank() == 0 and self._push_is_due()):
             return
-        if not self.trainer.args.save_only_model:
+        if not self.with_weights:
             self.trainer.save_model(self.trainer.args.output_dir, _internal_call=True)
         self.trainer._push_from_checkpoint(checkpoint)
 
@@ -190,10 +230,23 @@ def check_settings(trainer: Any) -> None:
     Raises:
         ValueError: naming field, value, rule, fix; on every rank.
     """
-    if trainer.args.save_on_each_node and world_size() > 1:
+    if trainer._saving.each_node and trainer._saving.format == "hub":
         raise ValueError(
-            "save_on_each_node=True is not supported: all ranks write one checkpoint together. Put output_dir on "
-            "a file system that all nodes share, and leave save_on_each_node out."
+            "save_on_each_node=True with checkpoint_format='hub': Hub files are written whole, on one disk, and every "
+            "node would have to read them. Use dcp or both, or a file system that all nodes share."
+        )
+    if trainer._saving.each_node and trainer.async_save:
+        raise ValueError("async_save=True with save_on_each_node=True is not supported: leave one of them out.")
+    kept, model = trainer._saving.format, trainer.model
+    if kept != "hub" and trainer.parallel_state is None and not is_transformers_model(model):
+        raise ValueError(
+            f"checkpoint_format={kept!r} needs a Transformers model, but model is a {type(model).__name__}. Leave it "
+            "out."
+        )
+    if trainer.async_save and trainer._saving.as_plain:
+        raise ValueError(
+            "async_save=True acts on shards, and one process writes plain Trainer's files. Set checkpoint_format to "
+            "'dcp'."
         )
     if trainer.async_save and trainer.args.push_to_hub:
         raise ValueError("async_save=True with push_to_hub=True is not supported: leave one of them out.")

@@ -16,18 +16,27 @@ from transformers import AutoProcessor, set_seed
 from transformers.trainer_utils import enable_full_determinism
 
 from hf_fsdpturbo import compat, grad_norm, launch_config
-from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources
+from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, settings_beside
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
 from hf_fsdpturbo.parallelize.order import ShardingReport
-from hf_fsdpturbo.parallelize.trainer_family import trl_classes
+from hf_fsdpturbo.parallelize.trainer_family import default_arguments, trl_classes
 from hf_fsdpturbo.ranks import everyone, rank
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.topology import Topology
+from hf_fsdpturbo.trainer.chat_template import refuse_new_tokens, take_template
+from hf_fsdpturbo.trainer.data_columns import refuse_columns
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.head_choice import HeadChoice
 from hf_fsdpturbo.trainer.reference import add_reference, hash_shards, trainer_functions_replaced
-from hf_fsdpturbo.trainer.refusals import aux_loss_warning, refuse_model, refuse_optimizers, refuse_unsharded
+from hf_fsdpturbo.trainer.refusals import (
+    aux_loss_warning,
+    is_transformers_model,
+    refuse_missing_packages,
+    refuse_model,
+    refuse_optimizers,
+    refuse_unsharded,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -82,16 +91,15 @@ class SetUp:
     def __init__(self, trainer_class: type, given: GivenArguments) -> None:
         config = given.get("args")
         if not isinstance(config, FSDPTurboArguments):
-            raise ValueError(
-                f"args must extend FSDPTurboArguments, but it is {type(config).__name__}. Use "
-                "FSDPTurboTrainingArguments, FSDPTurboSFTConfig, FSDPTurboDPOConfig or FSDPTurboRewardConfig."
-            )
+            config = settings_beside(default_arguments(trainer_class) if config is None else config)
         self.trainer_class, self.given, self.config = trainer_class, given, config
-        refuse_model(given)
+        refuse_missing_packages(config)
+        refuse_columns(trainer_class, given, config)
+        refuse_model(given, config.world_size)
         refuse_optimizers(given, config.world_size)
         seed = cast(Any, config).seed
         enable_full_determinism(seed) if cast(Any, config).full_determinism else set_seed(seed)
-        self.head = HeadChoice(trainer_class, given)
+        self.head = HeadChoice(trainer_class, given, config)
         self.topology = with_nodes(config.fsdpturbo_topology, config.ranks_per_node)
         self.parallel_state = self._meshes()
         self.peft_model: nn.Module | None = None
@@ -116,6 +124,8 @@ class SetUp:
             what was done to ``model``; None where none was given.
         """
         given, config, state = self.given, self.config, self.parallel_state
+        if state is not None:
+            refuse_new_tokens(given, config)
         add_reference(self.trainer_class, given, config, state)
         model = given.get("model")
         peft_config = None if state is None else given.get("peft_config")
@@ -123,12 +133,18 @@ class SetUp:
         if isinstance(model, str):
             self._keep_revision(model)
             model, self.report = build_model(self.trainer_class, model, config, state, **more)
-        elif isinstance(model, nn.Module):
+        elif is_transformers_model(model):
             model, self.report = shard_given_model(model, config, state, **more)
         if peft_config is not None:
             self.peft_model, model = model, cast(Any, model).get_base_model()
         given["model"] = model
         return self.report
+
+    def prepare_made(self, model: nn.Module) -> nn.Module:
+        """What ``model_init`` has made, in one process: as a model object that was given."""
+        if is_transformers_model(model):
+            model, self.report = shard_given_model(model, self.config, None)
+        return model
 
     def _keep_revision(self, path: str) -> None:
         """Load the tokenizer as TRL would: given a model object, it forgets the revision of the weights."""
@@ -143,10 +159,10 @@ class SetUp:
     @contextlib.contextmanager
     def parent_arguments(self) -> Iterator[GivenArguments]:
         """While open, the parent's ``__init__`` may run: TRL's functions that cannot take sharded models are ours."""
-        config = self.config
+        config = self.given.get("args")
         functions: dict[str, Any] = {}
         if self.parallel_state is not None:
-            functions["hash_module"] = hash_shards
+            functions["hash_module"], functions["clone_chat_template"] = hash_shards, take_template
             functions["get_peft_model"] = lambda model, config, **kwargs: self.peft_model
         init_kwargs = getattr(config, "model_init_kwargs", None)
         if hasattr(config, "model_init_kwargs"):

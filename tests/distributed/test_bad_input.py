@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +92,7 @@ def try_all(models: dict[str, str]) -> dict[str, tuple[str, str]]:
 
 def refused_by_trainers(trainer: Any, data: Any, tokenizer: Any) -> dict[str, tuple[str, str]]:
     """What comes in as an argument of the trainer, or is asked of it."""
+    import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
     from hf_fsdpturbo import FSDPTurboSFTTrainer, FSDPTurboTrainer
@@ -112,6 +114,14 @@ def refused_by_trainers(trainer: Any, data: Any, tokenizer: Any) -> dict[str, tu
             path, args=args, train_dataset=data, processing_class=tokenizer, quantization_config=quantised
         ),
         "stock_arguments": lambda: FSDPTurboTrainer(own, args=stock, train_dataset=data),
+        "no_arguments": lambda: FSDPTurboTrainer(own, train_dataset=data),
+        "m10_push_offline": lambda: FSDPTurboSFTTrainer(
+            path,
+            args=replace(args, push_to_hub=True, hub_model_id="somebody/model"),
+            train_dataset=data,
+            processing_class=tokenizer,
+        ),
+        "s12_plain_module": lambda: FSDPTurboTrainer(torch.nn.Linear(2, 2), args=args, train_dataset=data),
     }
     assert issubclass(FSDPTurboTrainer, Trainer)
     result = {}
@@ -129,7 +139,10 @@ OF_TRAINERS = {
     "hyperparameter_search": ("hyperparameter_search",),
     "object_with_distributed_config": ("distributed_config",),
     "quantization_config": ("quantization_config",),
-    "stock_arguments": ("FSDPTurboArguments", "TrainingArguments"),
+    "stock_arguments": ("FSDPTurboArguments", "2 processes", "TrainingArguments"),
+    "no_arguments": ("FSDPTurboArguments", "TrainingArguments"),
+    "m10_push_offline": ("making the Hub repository (push_to_hub) failed on rank 0 of 2",),
+    "s12_plain_module": ("Linear", "no Transformers model"),
 }
 
 
@@ -191,7 +204,7 @@ def said(models) -> list[dict[str, tuple[str, str]]]:
 def test_refused_by_trainers(said, case: str):
     for rank in said:
         kind, message = rank[case]
-        assert kind == "ValueError", (kind, message)
+        assert kind == ("CheckpointError" if case == "m10_push_offline" else "ValueError"), (kind, message)
         assert all(part in message for part in OF_TRAINERS[case]), message
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from hf_fsdpturbo.checkpoint.dcp_read import SavedDirectory
+from tests.support.adapter_runs import in_peft_layout, lora
 from tests.support.compare import distance
-from tests.support.reference_run import Run, build_trainer, whole, whole_parameters
+from tests.support.reference_run import Run, build_trainer, forget_accelerate, whole, whole_parameters
 from tests.support.spawn import RankError, run_plain, run_ranks
 from tests.support.tiny_models import save_tiny, texts
 
@@ -61,9 +63,9 @@ class Watch(TrainerCallback):
         self.outcome.at_save[state.global_step] = snapshot(self.trainer)
 
 
-def train(run: Run, output_dir: str, resume: str | bool | None) -> Outcome:
-    """Rank function: train to the end, from a checkpoint or from nothing."""
-    trainer = build_trainer(run, turbo=True, output_dir=output_dir)
+def train(run: Run, output_dir: str, resume: str | bool | None, turbo: bool = True) -> Outcome:
+    """Rank function: train to the end, from a checkpoint or from nothing; without ``turbo`` the stock trainer."""
+    trainer = build_trainer(run, turbo, output_dir=output_dir)
     outcome = Outcome()
     trainer.add_callback(Watch(trainer, outcome))
     trainer.train(resume_from_checkpoint=resume)
@@ -75,6 +77,15 @@ def train(run: Run, output_dir: str, resume: str | bool | None) -> Outcome:
     if trainer.args.process_index:
         outcome.loaded, outcome.at_save, outcome.end = {}, {}, {}
     return outcome
+
+
+def train_all(jobs: list[tuple[Run, str, str | None, bool]]) -> list[Outcome]:
+    """Rank function: several runs one after another."""
+    outcomes = []
+    for job in jobs:
+        forget_accelerate()
+        outcomes.append(train(*job))
+    return outcomes
 
 
 @dataclass(frozen=True)
@@ -218,3 +229,70 @@ def test_foreign_model_is_refused(tmp_path):
     EP2.train(EP2.run(model, args={"max_steps": 3}), tmp_path / "a")
     with pytest.raises(RankError, match=r"topology.json.*num_experts=8.*num_experts=4"):
         EP2.train(EP2.run(other), tmp_path / "b", resume=str(tmp_path / "a" / "checkpoint-3"))
+
+
+# Issue 14, item 7: checkpoints that other tools know
+
+
+def loaded_plainly(folder: str) -> dict[str, dict[str, Tensor]]:
+    """In a process without us: weights of each checkpoint-3 under a folder as plain Transformers loads them."""
+    from transformers import AutoModelForCausalLM
+
+    found = {}
+    for path in sorted(Path(folder).iterdir()):
+        model, info = AutoModelForCausalLM.from_pretrained(path / "checkpoint-3", output_loading_info=True)
+        assert not any(info.values()), info
+        found[path.name] = {f"weight {name}": weight.detach() for name, weight in model.named_parameters()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> dict[str, Any]:
+    """Stock TRL's checkpoints resumed on two ranks; two formats of ours written and resumed there, and in one."""
+    root = tmp_path_factory.mktemp("others")
+    model = save_tiny("qwen3_moe", root / "model")
+    one, two = ONE.run(model), EP2.run(model)
+    adapters = {"trainer_kwargs": {"peft_config": lora(init_lora_weights=False)}}
+    adapted_one, adapted_two = ONE.run(model, **adapters), EP2.run(model, **adapters)
+    kinds = {kind: replace(two, turbo={**EP2.turbo, "checkpoint_format": kind}) for kind in ("hub", "both")}
+    stock, ours = root / "stock", root / "ours"
+    first = [(one, str(stock / "model"), None, False), (adapted_one, str(stock / "adapter"), None, False)]
+    plain = dict(zip(("stock", "stock adapter"), run_plain(train_all, first, timeout=90), strict=True))
+    jobs = {
+        "stock": (two, str(root / "x1"), str(stock / "model" / "checkpoint-3"), True),
+        "stock adapter": (adapted_two, str(root / "x2"), str(stock / "adapter" / "checkpoint-3"), True),
+        **{kind: (run, str(ours / kind), None, True) for kind, run in kinds.items()},
+        **{f"{k} again": (kinds[k], str(root / f"y-{k}"), str(ours / k / "checkpoint-3"), True) for k in kinds},
+    }
+    ranks = run_ranks(train_all, 2, list(jobs.values()), timeout=150)
+    sharded = {name: [outcomes[index] for outcomes in ranks] for index, name in enumerate(jobs)}
+    back = [(one, str(root / f"z-{kind}"), str(ours / kind / "checkpoint-3"), True) for kind in kinds]
+    alone = dict(zip(kinds, run_plain(train_all, back, timeout=90), strict=True))
+    return {"plain": plain, "sharded": sharded, "alone": alone, "root": root}
+
+
+def test_item_7_a_checkpoint_of_stock_trl_resumes_in_a_sharded_run(others):
+    check_continues([others["plain"]["stock"]], others["sharded"]["stock"], 3)
+
+
+def test_item_7_a_checkpoint_of_stock_trl_with_adapters_resumes_in_a_sharded_run(others):
+    first, (second, third) = others["plain"]["stock adapter"], others["sharded"]["stock adapter"]
+    in_files = replace(second, loaded=in_peft_layout(second.loaded), end=in_peft_layout(second.end))
+    assert any(name.startswith("exp_avg_sq") and "experts" in name for name in first.at_save[3])
+    check_continues([first], [in_files, third], 3)
+
+
+@pytest.mark.parametrize("kind", ["hub", "both"])
+def test_item_7_formats_resume_where_they_were_written_and_in_one_process(others, kind):
+    written, again = others["sharded"][kind], others["sharded"][f"{kind} again"]
+    check_continues(written, again, 3, exact=True)
+    assert not bit_equal(written[0].at_save[3], others["alone"][kind].loaded)
+    checkpoint = others["root"] / "ours" / kind / "checkpoint-3"
+    keys = SavedDirectory(str(checkpoint / "dcp")).tensors
+    assert any(key.startswith("model.") for key in keys) == (kind == "both")
+
+
+def test_item_7_both_formats_load_in_plain_transformers(others):
+    for kind, weights in run_plain(loaded_plainly, str(others["root"] / "ours"), timeout=60).items():
+        saved = others["sharded"][kind][0].at_save[3]
+        assert not bit_equal({n: t for n, t in saved.items() if n.startswith("weight")}, weights)

@@ -68,6 +68,8 @@ OVERRIDES = (
     _override("_move_model_to_device", "a sharded model is where it belongs"),
     _override("_prepare_inputs", "refuses image batches", "image batches are supported"),
     _override("_push_from_checkpoint", "pushes after the checkpoint has its final name"),
+    _override("call_model_init", "what model_init makes in one process gets our kernels and expert block"),
+    _override("init_hf_repo", "what rank 0 meets at the Hub is raised on every rank"),
     _override("_save_checkpoint", "stages, then renames"),
     _override("_save_optimizer_and_scheduler", "writes shards"),
     _override("_save_rng_state", "a rank that cannot write fails on all ranks"),
@@ -78,7 +80,7 @@ OVERRIDES = (
     _override("create_optimizer", "reshards first: an optimizer over gathered parameters trains nothing"),
     _override("evaluation_loop", "each sample counts once", "accelerate and TRL drop repeats before they take means"),
     _override("get_tp_size", "ranks that hold the same batch", "Trainer asks for such ranks under another name"),
-    _override("hyperparameter_search", "refused: it rebuilds the model", "it can be supported"),
+    _override("hyperparameter_search", "refused in sharded runs: it rebuilds the model", "it can be supported"),
     _override("prediction_step", "each sample counts once", "accelerate and TRL drop repeats before they take means"),
     _override("save_model", "writes Hub files from shards"),
     _override("train", "resumes from the newest whole checkpoint; no garbage collection in a step"),
@@ -191,6 +193,22 @@ REPLACED = (
         "TRL hashes DTensors",
     ),
     Row(
+        "trl.trainer.sft_trainer.clone_chat_template",
+        "replace",
+        ("trainer/set_up.py",),
+        "a template of another model without a resize of sharded embeddings; while the trainer is made",
+        f"{SEAMS}::test_templates_are_cloned_through_a_module_global",
+        "TRL leaves embeddings alone where no token is new",
+    ),
+    Row(
+        "trl.SFTTrainer._prepare_dataset",
+        "read",
+        ("trainer/data_columns.py",),
+        "whether it is TRL's own, whose columns are known",
+        f"{SEAMS}::test_data_sets_are_prepared_by_a_method_of_that_name",
+        "TRL names the columns that it found",
+    ),
+    Row(
         "trl.trainer.dpo_trainer.get_peft_model",
         "replace",
         ("trainer/set_up.py",),
@@ -252,6 +270,30 @@ REPLACED = (
 )
 
 SET = (
+    Row(
+        "trl.chat_template_utils.clone_chat_template.chat_template",
+        "set",
+        ("trainer/chat_template.py",),
+        "the template, as clone_chat_template sets it",
+        f"{SEAMS}::test_templates_are_cloned_through_a_module_global",
+        "TRL leaves embeddings alone where no token is new",
+    ),
+    Row(
+        "trl.chat_template_utils.clone_chat_template.eos_token",
+        "set",
+        ("trainer/chat_template.py",),
+        "the tokenizer's end token, as clone_chat_template sets it",
+        f"{SEAMS}::test_templates_are_cloned_through_a_module_global",
+        "TRL leaves embeddings alone where no token is new",
+    ),
+    Row(
+        "trl.chat_template_utils.clone_chat_template.eos_token_id",
+        "set",
+        ("trainer/chat_template.py",),
+        "the model's end token, as clone_chat_template sets it",
+        f"{SEAMS}::test_templates_are_cloned_through_a_module_global",
+        "TRL leaves embeddings alone where no token is new",
+    ),
     Row(
         "transformers.Trainer.current_gradient_accumulation_steps",
         "set",
@@ -464,8 +506,8 @@ READ = (
     Row(
         "transformers.PreTrainedConfig._name_or_path",
         "read",
-        ("trainer/reference.py",),
-        "where a policy came from, so that its reference is read from there",
+        ("trainer/reference.py", "trainer/chat_template.py"),
+        "where a policy came from, so that its reference and its tokenizer are read from there",
         f"{CONTRACT}::test_private_records_of_models_and_configs",
         "name_or_path is public everywhere",
     ),

@@ -196,7 +196,8 @@ def test_a_failing_rank_asks_nobody_about_a_background_save(monkeypatch):
 
     class Trainer(FSDPTurboTrainerMixin, Loop):
         def __init__(self):
-            self._saving = saving.Saving(self)
+            self.parallel_state, self.model = object(), None  # sharded
+            self._saving = saving.Saving(self, SimpleNamespace(checkpoint_format=None, verify_checkpoint=True))
 
     waited = []
     trainer = Trainer()
@@ -241,9 +242,10 @@ def test_true_from_a_command_line_means_the_newest(monkeypatch):
 
     class Trainer(FSDPTurboTrainerMixin, Loop):
         def __init__(self):
-            self._saving = saving.Saving(self)
+            self.parallel_state, self.model = object(), None  # sharded
+            self._saving = saving.Saving(self, SimpleNamespace(checkpoint_format=None, verify_checkpoint=True))
             self.args = SimpleNamespace(save_on_each_node=False, push_to_hub=False, output_dir="run")
 
-    monkeypatch.setattr(resuming, "newest_checkpoint", lambda run_dir: f"{run_dir}/checkpoint-9")
+    monkeypatch.setattr(resuming, "newest_checkpoint", lambda run_dir, each_node: f"{run_dir}/checkpoint-9")
     asked = {True: "run/checkpoint-9", "true": "run/checkpoint-9", "True": "run/checkpoint-9", None: None, "a": "a"}
     assert {given: Trainer().train(given) for given in asked} == asked

@@ -40,7 +40,7 @@ class Mixed(hf_fsdpturbo.FSDPTurboTrainerMixin, SFTTrainer):
 
 def choice(trainer: type = hf_fsdpturbo.FSDPTurboSFTTrainer, given: Any = None, **args: Any) -> HeadChoice:
     values = {"args": SimpleNamespace(**{**ARGS, **args}), **(given or {})}
-    return HeadChoice(trainer, SimpleNamespace(get=values.get))  # type: ignore[arg-type]
+    return HeadChoice(trainer, SimpleNamespace(get=values.get), values["args"])  # type: ignore[arg-type]
 
 
 KEPT = {

@@ -23,6 +23,22 @@ def test_adapters_are_made_through_a_module_global(module):
     assert module.get_peft_model is peft.get_peft_model
 
 
+def test_templates_are_cloned_through_a_module_global():
+    from trl import chat_template_utils
+
+    assert sft_trainer.clone_chat_template is chat_template_utils.clone_chat_template
+    taken = list(inspect.signature(sft_trainer.clone_chat_template).parameters)
+    assert taken[:3] == ["model", "tokenizer", "source_tokenizer_path"]
+    source = inspect.getsource(sft_trainer.clone_chat_template)
+    for name in ("chat_template", "eos_token", "eos_token_id"):
+        assert f".{name} = " in source
+
+
+@pytest.mark.parametrize("trainer", [dpo_trainer.DPOTrainer, reward_trainer.RewardTrainer, sft_trainer.SFTTrainer])
+def test_data_sets_are_prepared_by_a_method_of_that_name(trainer):
+    assert trainer._prepare_dataset.__module__.startswith("trl.")
+
+
 def test_functions_are_replaced_for_the_length_of_the_context_only():
     def ours(*args, **kwargs):
         raise AssertionError

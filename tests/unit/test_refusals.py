@@ -42,20 +42,54 @@ def pretend_world(monkeypatch, size):
     monkeypatch.setattr(FSDPTurboTrainingArguments, "world_size", property(lambda self: size))
 
 
+ONLY_SHARDED = [
+    ({"fp16": True}, ["fp16=True", "bf16"]),
+    ({"fp16_full_eval": True}, ["fp16_full_eval=True"]),
+    ({"torch_compile": True}, ["torch_compile=True"]),
+    ({"torch_compile_backend": "inductor"}, ["torch_compile_backend", "inductor"]),
+    ({"torch_compile_mode": "default"}, ["torch_compile_mode", "default"]),
+    ({"auto_find_batch_size": True}, ["auto_find_batch_size=True"]),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "words"), ONLY_SHARDED)
+def test_item_5_refused_by_name_in_sharded_runs_only(build, monkeypatch, kwargs, words):
+    build(**kwargs)
+    pretend_world(monkeypatch, 2)
+    raises_naming(lambda: build(**kwargs), *words)
+
+
+def test_item_5_stock_arguments_in_one_process(tmp_path, monkeypatch):
+    """The environment's settings hold beside them; in a run of several processes they are refused by name."""
+    from transformers import TrainingArguments
+
+    from hf_fsdpturbo.arguments import settings_beside
+
+    stock = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", ddp_timeout=77)
+    monkeypatch.setenv("FSDPTURBO_DIST_CONFIG", '{"param_storage_dtype": "bfloat16"}')
+    beside = settings_beside(stock)
+    assert beside.fsdpturbo_params.param_storage_dtype == "bfloat16"
+    assert (beside.output_dir, beside.ddp_timeout, beside.ep_size) == (str(tmp_path), 77, 1)
+    assert not hasattr(stock, "dist_config")
+    raises_naming(lambda: settings_beside(SimpleNamespace()), "args must extend FSDPTurboArguments", "SimpleNamespace")
+    monkeypatch.setattr(launch_config, "world_size", lambda: 2)
+    raises_naming(lambda: settings_beside(stock), "args must extend", "2 processes", "TrainingArguments")
+
+
+def test_item_7_checkpoint_formats(build):
+    assert build().checkpoint_format is None
+    assert build(checkpoint_format="both").checkpoint_format == "both"
+    raises_naming(lambda: build(checkpoint_format="safetensors"), "checkpoint_format", "'safetensors'", "dcp", "hub")
+
+
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"fp16": True}, ["fp16=True", "bf16"]),
-        ({"fp16_full_eval": True}, ["fp16_full_eval=True"]),
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, ["deepspeed", "stage", "DeepSpeed"]),
         ({"deepspeed": "ds.json"}, ["deepspeed", "ds.json"]),
         ({"fsdp": "full_shard"}, ["fsdp", "full_shard"]),
         ({"fsdp": True}, ["fsdp=True"]),
         ({"fsdp_config": {"version": 2}}, ["fsdp_config", "version"]),
-        ({"torch_compile": True}, ["torch_compile=True"]),
-        ({"torch_compile_backend": "inductor"}, ["torch_compile_backend", "inductor"]),
-        ({"torch_compile_mode": "default"}, ["torch_compile_mode", "default"]),
-        ({"auto_find_batch_size": True}, ["auto_find_batch_size=True"]),
         ({"dist_config": {"offload_params": True}}, ["pin_memory=True", "accelerator", "offload_params"]),
         ({"dist_config": {"hook_modules": ["model"]}}, ["hook_modules=['model']", "ep_backend"]),
         ({"dist_config": {"fsdp_implementation": "custom"}}, ["fsdp_implementation='custom'", "ep_backend"]),
@@ -81,11 +115,13 @@ def test_refused_by_name(build, kwargs, words):
         "muon",
     ],
 )
-def test_unproven_optimizers_are_refused(build, name):
+def test_unproven_optimizers_are_refused(build, name, monkeypatch):
+    pretend_world(monkeypatch, 2)
     raises_naming(lambda: build(optim=name), f"optim='{name}'", "adamw_torch")
 
 
-def test_every_low_bit_optimizer_of_transformers_is_covered(build):
+def test_every_low_bit_optimizer_of_transformers_is_covered(build, monkeypatch):
+    pretend_world(monkeypatch, 2)
     from transformers.training_args import OptimizerNames
 
     low_bit = [o for o in OptimizerNames if any(part in o.value for part in ("8bit", "4bit", "muon"))]
@@ -109,25 +145,6 @@ def test_optimizers_that_need_whole_tensors_are_refused_in_sharded_runs_only(bui
             build(optim=optimizer.value)
         else:
             raises_naming(lambda name=optimizer.value: build(optim=name), f"optim='{optimizer.value}'", "adamw_torch.")
-
-
-def test_a_chat_template_path_that_resizes_embeddings_is_refused_in_sharded_runs(build, monkeypatch, tmp_path):
-    def give(path):
-        monkeypatch.setattr(FSDPTurboTrainingArguments, "chat_template_path", path, raising=False)
-
-    template = tmp_path / "chat.jinja"
-    template.write_text("{{ messages }}")
-    (tmp_path / "chat.j2").write_text("{{ messages }}")
-    for path in (str(tmp_path), "HuggingFaceTB/SmolLM3-3B", str(tmp_path / "missing.jinja")):
-        give(path)
-        build()
-        with monkeypatch.context() as sharded:
-            pretend_world(sharded, 2)
-            raises_naming(build, f"chat_template_path={path!r}", "resizes the embeddings", ".jinja file")
-    pretend_world(monkeypatch, 2)
-    for path in (str(template), str(tmp_path / "chat.j2"), None):
-        give(path)
-        build()
 
 
 # ---- Liger ----
