@@ -61,7 +61,9 @@ def main(
 
 
 def make_parser() -> TrlParser:
-    return TrlParser((ScriptArguments, FSDPTurboDPOConfig, ModelConfig, DatasetMixtureConfig))
+    from hf_fsdpturbo.trl import RecipeParser
+
+    return RecipeParser((ScriptArguments, FSDPTurboDPOConfig, ModelConfig, DatasetMixtureConfig))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,9 @@ def main(
 
 
 def make_parser() -> TrlParser:
-    return TrlParser((ScriptArguments, FSDPTurboRewardConfig, ModelConfig, DatasetMixtureConfig))
+    from hf_fsdpturbo.trl import RecipeParser
+
+    return RecipeParser((ScriptArguments, FSDPTurboRewardConfig, ModelConfig, DatasetMixtureConfig))
 
 
 if __name__ == "__main__":

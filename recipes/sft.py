@@ -59,7 +59,9 @@ def main(
 
 
 def make_parser() -> TrlParser:
-    return TrlParser((ScriptArguments, FSDPTurboSFTConfig, ModelConfig, DatasetMixtureConfig))
+    from hf_fsdpturbo.trl import RecipeParser
+
+    return RecipeParser((ScriptArguments, FSDPTurboSFTConfig, ModelConfig, DatasetMixtureConfig))
 
 
 if __name__ == "__main__":

@@ -21,13 +21,14 @@ from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
 from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.parallelize.trainer_family import default_arguments, trl_classes
-from hf_fsdpturbo.ranks import everyone, rank
+from hf_fsdpturbo.ranks import everyone, raised_on_every_rank, rank
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.topology import Topology
 from hf_fsdpturbo.trainer.chat_template import refuse_new_tokens, take_template
 from hf_fsdpturbo.trainer.data_columns import refuse_columns
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.head_choice import HeadChoice
+from hf_fsdpturbo.trainer.output_place import open_output_dir
 from hf_fsdpturbo.trainer.reference import add_reference, hash_shards, trainer_functions_replaced
 from hf_fsdpturbo.trainer.refusals import (
     aux_loss_warning,
@@ -37,6 +38,7 @@ from hf_fsdpturbo.trainer.refusals import (
     refuse_optimizers,
     refuse_unsharded,
 )
+from hf_fsdpturbo.trainer.rows import rank0_first, refuse_rows
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +95,10 @@ class SetUp:
         if not isinstance(config, FSDPTurboArguments):
             config = settings_beside(default_arguments(trainer_class) if config is None else config)
         self.trainer_class, self.given, self.config = trainer_class, given, config
+        open_output_dir(config)
         refuse_missing_packages(config)
         refuse_columns(trainer_class, given, config)
+        refuse_rows(trainer_class, given, config)
         refuse_model(given, config.world_size)
         refuse_optimizers(given, config.world_size)
         seed = cast(Any, config).seed
@@ -160,7 +164,7 @@ class SetUp:
     def parent_arguments(self) -> Iterator[GivenArguments]:
         """While open, the parent's ``__init__`` may run: TRL's functions that cannot take sharded models are ours."""
         config = self.given.get("args")
-        functions: dict[str, Any] = {}
+        functions: dict[str, Any] = {"global_then_local_main_first": rank0_first}
         if self.parallel_state is not None:
             functions["hash_module"], functions["clone_chat_template"] = hash_shards, take_template
             functions["get_peft_model"] = lambda model, config, **kwargs: self.peft_model
@@ -168,7 +172,8 @@ class SetUp:
         if hasattr(config, "model_init_kwargs"):
             config.model_init_kwargs = None  # used up; TRL would warn that a model object ignores it
         try:
-            with trainer_functions_replaced(self.trainer_class, **functions):
+            what = f"setting up {self.trainer_class.__name__}"
+            with trainer_functions_replaced(self.trainer_class, **functions), raised_on_every_rank(what, rename=False):
                 yield self.given
         finally:
             if hasattr(config, "model_init_kwargs"):
@@ -184,10 +189,14 @@ class SetUp:
             refuse_unsharded(model, self.report is not None)
             reshard(model)  # log-probabilities computed ahead have left the root whole
             grad_norm.warm_up(model)
+        text = ""
         if config.process_index == 0:
             trainable = [p for p in model.parameters() if p.requires_grad]
             in_bf16 = bool(trainable) and any(p.dtype == torch.bfloat16 for p in trainable)
             lines = [describe_sources(config), self.report, aux_loss_warning(self.trainer_class, model, config)]
             if in_bf16:
                 lines.append(bf16_storage_warning(cast(Any, config).learning_rate))
-            print("\n".join(str(line) for line in lines if line), flush=True)
+            text = "\n".join(str(line) for line in lines if line)
+        with raised_on_every_rank("printing the summary"):  # a closed or full output is met by rank 0 alone
+            if text:
+                print(text, flush=True)

@@ -471,3 +471,12 @@ def test_models_name_their_decoder_layers():
     for family in FLAGS:
         model = tiny_model(family)
         assert [type(layer).__name__ for layer in model.model.layers][0] in model._no_split_modules
+
+
+def test_data_loaders_take_the_trainers_collator():
+    """``rows.checked_batches`` replaces it for the length of the call."""
+    from transformers import Trainer
+
+    source = inspect.getsource(Trainer._get_dataloader)
+    assert "data_collator = self.data_collator" in source
+    assert '"collate_fn": data_collator' in source
