@@ -113,7 +113,7 @@ def _refuse_foreign_config(config: Any, where: str) -> None:
 def _our_fields(block: dict[str, Any], where: str) -> dict[str, Any]:
     foreign = sorted(key for key in block if not key.startswith(YAML_PREFIX))
     if foreign:
-        first = f"fsdp_config {foreign[0]}={block[foreign[0]]!r} in {where}"
+        first = f"fsdp_config {_short(foreign[0])}={cut(block[foreign[0]])} in {where}"
         ours = [key for key in foreign if not key.startswith("fsdp_")]  # accelerate's own keys begin so
         if ours:
             spelled = ", ".join(f"{YAML_PREFIX}{key}" for key in ours)
