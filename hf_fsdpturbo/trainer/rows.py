@@ -79,6 +79,8 @@ def _refuse_column(where: str, data: Any, column: str, is_text: bool) -> None:
         kind = f"mappings of {sorted(feature)}"
     if kind.startswith(_NO_TEXT):
         raise ValueError(f"{where}: column {column!r} holds {kind}, but text is needed. Correct the data files.")
+    if sum(name in features for name in ("text", "messages", "conversations", "prompt")) > 1:
+        return  # several formats in one, which data_columns names
     in_order = table.num_rows == len(data)  # else a selection of the table's rows, and nulls may be outside it
     if in_order and table.column(column).null_count:
         row = table.column(column).is_null().index(True).as_py()

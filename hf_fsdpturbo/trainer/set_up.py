@@ -97,8 +97,8 @@ class SetUp:
         self.trainer_class, self.given, self.config = trainer_class, given, config
         open_output_dir(config)
         refuse_missing_packages(config)
-        refuse_columns(trainer_class, given, config)
         refuse_rows(trainer_class, given, config)
+        refuse_columns(trainer_class, given, config)
         refuse_model(given, config.world_size)
         refuse_optimizers(given, config.world_size)
         seed = cast(Any, config).seed
