@@ -47,7 +47,8 @@ def save_checkpoint(good: dict[str, str], run_dir: str) -> None:
     from tests.support.records import DEFAULT_ARGS
 
     many = {"ep_size": 2} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {}
-    fields = {**DEFAULT_ARGS, "max_length": 16, "max_steps": 2, "save_strategy": "steps", "save_steps": 2, **many}
+    saving = {"save_strategy": "steps", "save_steps": 2, "checkpoint_format": "dcp"}
+    fields = {**DEFAULT_ARGS, "max_length": 16, "max_steps": 2, **saving, **many}
     data = Dataset.from_dict({"text": ["some text that is long enough"] * 6})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(good["single"])
     args = FSDPTurboSFTConfig(**{**fields, "output_dir": run_dir})
