@@ -25,10 +25,11 @@ from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.ranks import together
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
-from hf_fsdpturbo.trainer import resuming, saving
+from hf_fsdpturbo.trainer import collective_calls, resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
 from hf_fsdpturbo.trainer.evaluation import GatheredRows, undivided_aux_loss
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
+from hf_fsdpturbo.trainer.loss_scale import LossScale
 from hf_fsdpturbo.trainer.refusals import refuse_accelerate, refuse_foreign_parameters, refuse_images
 from hf_fsdpturbo.trainer.set_up import SetUp
 from hf_fsdpturbo.trainer.step_norm import StepNorm
@@ -77,10 +78,13 @@ class FSDPTurboTrainerMixin:
         self.parallel_state = set_up.parallel_state
         self._batches = SharedBatches(set_up.topology.cp_size, set_up.topology.dp_size)
         self._saving, self._norm = saving.Saving(self), StepNorm(self)
+        self._scale = LossScale(self, set_up.topology.dp_size)
         self.sharding_report = set_up.shard_models()
         with set_up.parent_arguments() as given:
             super().__init__(*given.args, **given.kwargs)
         set_up.finish(self)
+        if self.parallel_state is not None:
+            collective_calls.install(self)
 
     # Set-up, called by the parent's __init__
 
@@ -119,7 +123,7 @@ class FSDPTurboTrainerMixin:
 
     def get_tp_size(self) -> int:
         """Ranks that hold the same batch and the same loss: divides token counts, loss scale, total batch size."""
-        size = self._batches.cp_size
+        size = self._scale.ranks_of_one_loss() or self._batches.cp_size
         return size if size > 1 else super().get_tp_size()  # type: ignore[misc]
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
@@ -182,7 +186,8 @@ class FSDPTurboTrainerMixin:
             self._head_is_cut = True
         if num_items_in_batch is None and self._rows is not None and self._rows.evaluating:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        loss: Any = super().compute_loss  # type: ignore[misc]
+        return self._scale.compute(lambda items: loss(model, inputs, return_outputs, items), inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if not self._norm.is_ours:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.compare import compare
+from tests.support.records import DEFAULT_ARGS
 from tests.support.reference_run import Run, build_trainer, forget_accelerate, run_turbo, sharded_and_reference
 from tests.support.spawn import run_plain, run_ranks
 from tests.support.tiny_models import VOCAB_SIZE, texts
@@ -52,6 +53,71 @@ def evaluate_twice(runs, turbo):
     return found
 
 
+def classifier(kind, path):
+    """A head that is not in the checkpoint, drawn from a seed."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    torch.manual_seed(3)
+    if kind == "tokens":
+        model = AutoModelForTokenClassification.from_pretrained(path, num_labels=3, dtype=torch.float32)
+        model.dropout = torch.nn.Identity()  # its draws would be others on each rank
+        return model
+    problem = {"problem_type": "multi_label_classification"} if kind == "multi-label" else {}
+    return AutoModelForSequenceClassification.from_pretrained(path, num_labels=3, dtype=torch.float32, **problem)
+
+
+def classify(kind, path, turbo, ranks, accumulation=1):
+    """Losses, norms and ``eval_loss`` of a classifier, whose loss takes no ``num_items_in_batch``; 5 samples held out.
+
+    Args:
+        kind: "labels", "multi-label" or "tokens" (one label a token: ranks have different numbers of them).
+        ranks: data ranks, or what stands for them in one process: its batches are as large as all of theirs.
+    """
+    import transformers
+    from datasets import Dataset
+
+    import hf_fsdpturbo
+
+    forget_accelerate()
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    rows = [tokenizer(text, truncation=True, max_length=32) for text in texts(21, seed=4, longest=60)]
+    for index, row in enumerate(rows):
+        label = [index % 3, [float(index % 3 == 0), 1.0, 0.0], [n % 3 for n in range(len(row["input_ids"]))]]
+        row["labels"] = label[("labels", "multi-label", "tokens").index(kind)]
+    data = Dataset.from_list([{name: row[name] for name in ("input_ids", "attention_mask", "labels")} for row in rows])
+    collator = transformers.DataCollatorForTokenClassification if kind == "tokens" else None
+    size = 2 if turbo is not None else 2 * ranks
+    arguments = {**DEFAULT_ARGS, "per_device_train_batch_size": size, "per_device_eval_batch_size": size}
+    arguments |= {"output_dir": "unused", "max_steps": 2, "gradient_accumulation_steps": accumulation}
+    trainer_class, config = transformers.Trainer, transformers.TrainingArguments
+    if turbo is not None:
+        trainer_class, config = hf_fsdpturbo.FSDPTurboTrainer, hf_fsdpturbo.FSDPTurboTrainingArguments
+    trainer = trainer_class(
+        classifier(kind, path),
+        config(**arguments, **(turbo or {})),
+        train_dataset=data.select(range(16)),
+        eval_dataset=data.select(range(16, 21)),
+        processing_class=tokenizer,
+        data_collator=collator and collator(tokenizer),
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    logs = trainer.state.log_history
+    numbers = [log[name] for log in logs for name in ("loss", "grad_norm") if name in log]
+    return [before, *numbers, trainer.evaluate()["eval_loss"]]
+
+
+CLASSIFIERS = {"labels": ("labels", 1), "labels, 2 batches a step": ("labels", 2), "multi-label": ("multi-label", 1)}
+CLASSIFIERS["tokens"] = ("tokens", 1)
+
+
+def evaluate_and_classify(runs, path, turbo, ranks):
+    """Rank function: both, in one spawn."""
+    found = {name: classify(kind, path, turbo, ranks, steps) for name, (kind, steps) in CLASSIFIERS.items()}
+    return evaluate_twice(runs, turbo is not None), found
+
+
 METRICS = {"compute_metrics": count_tokens, "preprocess_logits_for_metrics": best_token}
 
 
@@ -83,8 +149,12 @@ def test_evaluation_loss_equals_one_process(tiny, world, turbo):
             name = f"{kind}, {samples} samples by {size}{', metrics' if metrics else ''}"
             runs[name] = run
             plain[name] = replace(run, args={**run.args, "per_device_eval_batch_size": size * times})
-    expected = run_plain(evaluate_twice, plain, False, timeout=100)
-    for found in run_ranks(evaluate_twice, world, runs, True, timeout=150):
+    path = tiny("qwen3_moe")
+    expected, alone = run_plain(evaluate_and_classify, plain, path, None, data_ranks, timeout=100)
+    for found, classified in run_ranks(evaluate_and_classify, world, runs, path, turbo, data_ranks, timeout=150):
+        for name, numbers in classified.items():  # S6
+            assert numbers == pytest.approx(alone[name], rel=1e-5), name
+            assert abs(numbers[0] - numbers[-1]) > 1e-3, f"{name}: nothing was trained"
         for name, both in found.items():
             for mine, theirs in zip(both, expected[name], strict=True):
                 assert mine["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5), name
