@@ -88,21 +88,19 @@ class Watcher:
     def _wait(self, call: int, name: str, first: bool) -> None:
         """Until all have come. The first that waits asks what the others do, once it has waited for a while."""
         started, pause, others = time.monotonic(), 0.001, None
-        try:
-            while not self.store.check([f"{call}/go"]):
-                if self.store.check(["verdict"]):
-                    self._leave(self.store.get("verdict").decode())
-                if first and others is None and time.monotonic() - started > POLL:
-                    others = _Others(self.store, call, name)
-                    self.store.add("asking", 1)
-                if others is not None and (message := others.verdict()) is not None:
-                    self.store.set("verdict", message)
-                    self._leave(message)
-                time.sleep(pause)
-                pause = min(2 * pause, POLL / 4)
-        finally:
-            if others is not None:
-                self.store.add("asking", -1)
+        while not self.store.check([f"{call}/go"]):
+            if self.store.check(["verdict"]):
+                self._leave(self.store.get("verdict").decode())
+            if first and others is None and time.monotonic() - started > POLL:
+                others = _Others(self.store, call, name)
+                self.store.add("asking", 1)
+            if others is not None and (message := others.verdict()) is not None:
+                self.store.set("verdict", message)
+                self._leave(message)
+            time.sleep(pause)
+            pause = min(2 * pause, POLL / 4)
+        if others is not None:
+            self.store.add("asking", -1)
 
     def _mismatch(self, call: int) -> str:
         names = [value.decode() for value in self.store.multi_get([f"{call}/{other}" for other in range(world_size())])]

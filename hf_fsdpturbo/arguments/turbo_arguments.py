@@ -131,6 +131,10 @@ class FSDPTurboArguments:
         default=UnsetStr("auto"),
         metadata={"help": "SFT: gradients of the LM head in its forward: auto (on an accelerator), on or off."},
     )
+    on_nonfinite: str = field(
+        default=UnsetStr("warn"),
+        metadata={"help": "A loss or gradient norm that is not finite: warn, skip its step, or stop before it."},
+    )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings
         use_cpu: bool = field(default=False, init=False)

@@ -158,20 +158,18 @@ class FSDPTurboTrainerMixin:
         Raises:
             ValueError: no finished checkpoint, or settings that cannot work; on every rank.
         """
-        saving.check_settings(self)
-        if resume_from_checkpoint is True or str(resume_from_checkpoint).lower() == "true":  # from a command line
-            resume_from_checkpoint = resuming.newest_checkpoint(self.args.output_dir)
-        gc.collect()
-        gc.freeze()
+        self._saving.begin()
         ended = False
         try:
+            if resume_from_checkpoint is True or str(resume_from_checkpoint).lower() == "true":  # from a command line
+                resume_from_checkpoint = resuming.newest_checkpoint(self.args.output_dir)
+            gc.collect()
+            gc.freeze()
             result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
             ended = True
         finally:
             gc.unfreeze()
-            if not ended:
-                self._saving.abandon()
-        self._saving.finish()
+            self._saving.end(ended)
         return result
 
     def compute_loss(
