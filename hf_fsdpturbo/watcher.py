@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -35,7 +36,7 @@ GOODBYE = 10.0
 # needs a value from the device.
 _COLLECTIVE = ("torch/distributed/", "torch/autograd/graph.py")
 _DEVICE = ("torch/", "transformers/", "accelerate/", "trl/")
-_WORK = ("torch/serialization.py", "torch/utils/data/", "torch/distributed/checkpoint/filesystem.py", "torch/_inductor/")
+_WORK = ("torch/serialization.py", "torch/utils/data/", "torch/distributed/checkpoint/filesystem.py")
 
 _watcher: Watcher | None = None
 
@@ -46,13 +47,17 @@ def all_call(name: str) -> None:
     Raises:
         ValueError: some ranks will not come; names the call, the ranks that made it and what the others do.
     """
+    if world_size() > 1:
+        this_rank().all_call(name)
+
+
+def this_rank() -> Watcher:
+    """The watcher of this process, which starts it; for runs of several processes."""
     global _watcher
-    if world_size() == 1:
-        return
     store = dist.distributed_c10d._get_default_store()
     if _watcher is None or _watcher.origin is not store:
         _watcher = Watcher(store)
-    _watcher.all_call(name)
+    return _watcher
 
 
 class Watcher:
@@ -60,12 +65,17 @@ class Watcher:
 
     Args:
         store: the default store of the process group.
+
+    Attributes:
+        store: for the main thread; all ranks see it.
+        each_poll: called by the watcher's thread once in ``POLL`` seconds with its own connection to that store.
     """
 
     def __init__(self, store: Any) -> None:
         self.origin = store
-        self.store = dist.PrefixStore("hf_fsdpturbo/calls", store.clone())  # for the main thread
-        self.answers = dist.PrefixStore("hf_fsdpturbo/calls", store.clone())  # for the watcher's
+        self.store = dist.PrefixStore("hf_fsdpturbo", store.clone())  # for the main thread
+        self.answers = dist.PrefixStore("hf_fsdpturbo", store.clone())  # for the watcher's
+        self.each_poll: list[Callable[[Any], None]] = []
         self.calls = 0
         self.beats = 0
         self.place: tuple[Any, float] = (None, time.monotonic())
@@ -103,7 +113,8 @@ class Watcher:
             self.store.add("asking", -1)
 
     def _mismatch(self, call: int) -> str:
-        names = [value.decode() for value in self.store.multi_get([f"{call}/{other}" for other in range(world_size())])]
+        keys = [f"{call}/{other}" for other in range(world_size())]
+        names = [value.decode() for value in self.store.multi_get(keys)]
         if len(set(names)) == 1:
             return ""
         made = {each: [other for other, found in enumerate(names) if found == each] for each in sorted(set(names))}
@@ -132,6 +143,8 @@ class Watcher:
                     self._answer()
                 else:
                     self.place = (None, time.monotonic())
+                for task in tuple(self.each_poll):
+                    task(self.answers)
         except (RuntimeError, dist.DistError):
             return
 
@@ -160,8 +173,8 @@ class Watcher:
         places = _COLLECTIVE if dist.get_backend() == "gloo" else _DEVICE
         if waited < SITS or not inner.startswith(places) or inner.startswith(_WORK):
             return None
-        caller = next((e for e, file in zip(frames, files, strict=True) if file and not file.startswith("torch/")), None)
-        at = "" if caller is None else f", called by {caller.f_code.co_name} ({_short(caller)})"
+        callers = [each for each, file in zip(frames, files, strict=True) if file and not file.startswith("torch/")]
+        at = f", called by {callers[0].f_code.co_name} ({_short(callers[0])})" if callers else ""
         return f"{frames[files.index(inner)].f_code.co_name}{at}"
 
 
@@ -170,7 +183,7 @@ class _Others:
 
     def __init__(self, store: Any, call: int, name: str) -> None:
         self.store, self.call, self.name = store, call, name
-        self.seen: dict[int, tuple[int, float]] = {}
+        self.seen: dict[int, tuple[int, float]] = {}  # by rank: the last heartbeat, and when it was new
         self.asked = self.since = time.monotonic()
 
     def verdict(self) -> str | None:
@@ -187,20 +200,22 @@ class _Others:
         others = "; ".join(f"rank {other} {state}" for other, state in states.items())
         return (
             f"{self.name} was called by {_ranks(made)} of {world_size()} only, but all ranks must call it together: "
-            f"{others}. Call it on every rank: take it out of the `if` that asks for the main process (what is written "
-            "is written once)."
+            f"{others}. Call it on every rank: take it out of the `if` that asks for the main process; what is to be "
+            "written is written once."
         )
 
     def _state(self, other: int, now: float) -> str | None:
         """What keeps a rank from coming, or None while it works."""
         key = f"beat/{other}"
-        answer = json.loads(self.store.get(key)) if self.store.check([key]) else {"beat": 0, "sits": None}
-        beat, since = self.seen.get(other, (None, self.since))
+        answer: dict[str, Any] = {"beat": 0, "sits": None}
+        if self.store.check([key]):
+            answer = json.loads(self.store.get(key))
+        beat, since = self.seen.get(other, (0, self.since))
         if answer["beat"] != beat:
             self.seen[other] = (answer["beat"], since := now)
         if now - since > GONE:
             return f"has given no sign for {now - since:.0f} s (its process has ended, or hangs)"
-        return answer["sits"] and f"waits in {answer['sits']}"
+        return f"waits in {answer['sits']}" if answer["sits"] else None
 
 
 def _ranks(found: list[int]) -> str:

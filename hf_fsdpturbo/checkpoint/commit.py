@@ -86,7 +86,7 @@ def list_files(directory: str) -> dict[str, int]:
 
 
 def commit(run_dir: str, name: str, facts: dict[str, Any], run: str = "") -> str:
-    """Mark ``_saving/<run>/<name>`` complete and rename it to ``<run_dir>/<name>``; one rank does it, once all have written.
+    """Mark ``_saving/<run>/<name>`` complete and rename it to ``<run_dir>/<name>``; one rank does it, after all wrote.
 
     A checkpoint of that name is moved into staging first and removed after, so at no moment are both lost.
     """

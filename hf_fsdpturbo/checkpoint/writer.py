@@ -67,8 +67,8 @@ class Writer:
         if reason is None:
             raise ValueError(
                 f"output_dir: {run_dir} is written by another run (process {found['pid']} on {found['host']}, since "
-                f"{found['since']}). Two runs would mix their checkpoints. Choose another output_dir, or end that run; "
-                f"if it has ended, remove {self.path}."
+                f"{found['since']}). Two runs would mix their checkpoints. Choose another output_dir, or end that run "
+                f"(if it has ended, remove {self.path})."
             )
         aside = f"{self.path}.{self.run}"
         with contextlib.suppress(FileNotFoundError):
@@ -101,8 +101,8 @@ class Writer:
 
 
 def _myself(run: str) -> dict[str, Any]:
-    since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "run": run, "boot": _start_of(os.getpid())}
+    since, pid = time.strftime("%Y-%m-%d %H:%M:%S %Z"), os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "since": since, "run": run, "boot": _start_of(pid)}
 
 
 def read_claim(path: str) -> dict[str, Any] | None:

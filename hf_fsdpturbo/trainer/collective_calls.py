@@ -89,8 +89,8 @@ class _SavePretrained:
         given = sorted(name for name, value in options.items() if value not in (None, False))
         if given:
             raise ValueError(
-                f"save_pretrained of a sharded model takes no {', '.join(given)}. Leave them out (hub_file_bytes of the "
-                "trainer is the size of a file, trainer.push_to_hub() uploads), or pass "
+                f"save_pretrained of a sharded model takes no {', '.join(given)}. Leave them out (the trainer's "
+                "hub_file_bytes is the size of a file, its push_to_hub() uploads), or pass "
                 "state_dict=trainer.accelerator.get_state_dict(model), which gathers the model on rank 0."
             )
         all_call("save_pretrained")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
@@ -65,13 +66,28 @@ class GatheredRows:
         if not self.evaluating:
             return None
         state = self.accelerator.gradient_state
-        if not state.end_of_dataloader or state.remainder <= 0:
+        if not state.end_of_dataloader:
             return None
         size = self._batch_size()
-        return [min(max(state.remainder - rank * size, 0), size) for rank in range(self.data_ranks)]
+        remainder = state.remainder if state.remainder > 0 else self._remainder_of_stream(size)
+        if not remainder:
+            return None
+        return [min(max(remainder - rank * size, 0), size) for rank in range(self.data_ranks)]
 
     def _batch_size(self) -> int:
-        return self.accelerator.gradient_state.active_dataloader.total_batch_size // self.data_ranks
+        state = self.accelerator.gradient_state
+        loader: Any = state.active_dataloader
+        if isinstance(loader, DataLoaderDispatcher):  # its last batch is shared out anew
+            return -(-state.remainder // self.data_ranks) if state.end_of_dataloader else loader.batch_size
+        if isinstance(loader.dataset, IterableDatasetShard):
+            return loader.dataset.batch_size
+        return loader.total_batch_size // self.data_ranks
+
+    def _remainder_of_stream(self, size: int) -> int:
+        """Samples in the last batch of a stream that was read in this process, 0 if it is full or they are unknown."""
+        shard = self.accelerator.gradient_state.active_dataloader.dataset  # type: ignore[union-attr]
+        total = getattr(getattr(shard, "dataset", None), "total", None)
+        return (total or 0) % (size * self.data_ranks)
 
     def mine(self) -> int | None:
         """c of this rank where it is neither none nor all of the batch, else None: then nothing has to be cut."""

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
 
 # What moves a number or asks about it, on its way through wrappers, layers and FSDP.
-_MOVES = {"to", "detach", "clone", "contiguous", "float", "double", "cpu", "cuda", "view", "reshape", "expand", "alias"}
-_ASKS = {"__get__", "dim", "size", "numel", "stride", "is_floating_point", "is_complex", "record_stream", "is_contiguous"}
+_MOVES = {"to", "detach", "clone", "contiguous", "float", "double", "cpu", "cuda", "view", "reshape", "expand"}
+_ASKS = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", "record_stream", "is_contiguous"}
 
 
 class NotedNumber(Tensor):
@@ -47,7 +47,7 @@ class NotedNumber(Tensor):
 
 
 class LossScale:
-    """Finds out at a trainer's first loss, in training and in evaluation, whether losses divide by the number of items.
+    """Finds out at a trainer's first loss, in training and in evaluation, whether it divides by the number of items.
 
     Args:
         trainer: read for its model, accelerator and label convention.
@@ -61,7 +61,7 @@ class LossScale:
         self._open = self._is_mean = False
 
     def ranks_of_one_loss(self) -> int | None:
-        """Trainer multiplies a loss by all ranks over these: all of them for a mean; None for what it has by itself."""
+        """Trainer multiplies a loss by all ranks over these: all ranks for a mean, None for what it has by itself."""
         if not self._open:
             return None
         divides = bool(self._used) if self._used is not None else self._divides[self.trainer.model.training]

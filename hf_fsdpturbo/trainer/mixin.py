@@ -19,7 +19,6 @@ from transformers import Trainer
 
 from hf_fsdpturbo.context_parallel.sharded_head import install_sharded_head
 from hf_fsdpturbo.lora import adapter_files
-from hf_fsdpturbo.lora.merged_export import export_merged
 from hf_fsdpturbo.optim.one_pass import in_one_pass
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import ShardingReport
@@ -30,6 +29,7 @@ from hf_fsdpturbo.trainer.batches import SharedBatches
 from hf_fsdpturbo.trainer.evaluation import GatheredRows, undivided_aux_loss
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.loss_scale import LossScale
+from hf_fsdpturbo.trainer.nonfinite import NonFinite
 from hf_fsdpturbo.trainer.refusals import refuse_accelerate, refuse_foreign_parameters, refuse_images
 from hf_fsdpturbo.trainer.set_up import SetUp
 from hf_fsdpturbo.trainer.step_norm import StepNorm
@@ -79,12 +79,14 @@ class FSDPTurboTrainerMixin:
         self._batches = SharedBatches(set_up.topology.cp_size, set_up.topology.dp_size)
         self._saving, self._norm = saving.Saving(self), StepNorm(self)
         self._scale = LossScale(self, set_up.topology.dp_size)
+        self._finite = NonFinite(self, set_up.config.on_nonfinite)
         self.sharding_report = set_up.shard_models()
         with set_up.parent_arguments() as given:
             super().__init__(*given.args, **given.kwargs)
         set_up.finish(self)
         if self.parallel_state is not None:
             collective_calls.install(self)
+        set_up.add_callbacks(self, self._finite)
 
     # Set-up, called by the parent's __init__
 
@@ -94,6 +96,8 @@ class FSDPTurboTrainerMixin:
         refuse_accelerate(self.accelerator)
         if self.parallel_state is not None:
             self.accelerator.state.device_mesh = self.parallel_state.loader_mesh
+            if self.args.accelerator_config.dispatch_batches is None:
+                self.accelerator.dataloader_config.dispatch_batches = False  # see WholeStream
             self._rows = GatheredRows(self.accelerator, self._batches.cp_size)
             self._rows.install()
             self._bind_gather_function()
@@ -184,18 +188,21 @@ class FSDPTurboTrainerMixin:
             self._head_is_cut = True
         if num_items_in_batch is None and self._rows is not None and self._rows.evaluating:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-        loss: Any = super().compute_loss  # type: ignore[misc]
-        return self._scale.compute(lambda items: loss(model, inputs, return_outputs, items), inputs, num_items_in_batch)
+        loss: Any = functools.partial(super().compute_loss, model, inputs, return_outputs)  # type: ignore[misc]
+        found = self._scale.compute(loss, inputs, num_items_in_batch)
+        if model.training:
+            self._finite.saw_loss(found[0] if return_outputs else found)
+        return found
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if not self._norm.is_ours:
-            return super()._clip_grad_norm(model)  # type: ignore[misc]
-        return self._norm.clip(model, self.args.max_grad_norm)
+            return self._finite.saw_norm(super()._clip_grad_norm(model))  # type: ignore[misc]
+        return self._finite.saw_norm(self._norm.clip(model, self.args.max_grad_norm))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if not self._norm.is_ours or grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
-        return self._norm.clip(model, float("inf"))
+        return self._finite.saw_norm(self._norm.clip(model, float("inf")))
 
     # Evaluation
 
@@ -237,9 +244,7 @@ class FSDPTurboTrainerMixin:
             ValueError: the model has no adapter.
             CheckpointError: on every rank, if one could not write.
         """
-        if not adapter_files.is_peft(self.model):
-            raise ValueError("save_merged_model: the model has no adapter. Use save_model.")
-        export_merged(self.model, output_dir, self.hub_file_bytes, self.processing_class)  # type: ignore[attr-defined]
+        self._saving.save_merged_model(output_dir)
 
     def _get_output_dir(self, trial: Any) -> str:
         """While a checkpoint is being saved, the parent class writes into staging."""
@@ -277,6 +282,10 @@ class FSDPTurboTrainerMixin:
             if not adapter_files.is_peft(self.model):
                 raise ValueError("load_adapter: the model has no adapter. Pass peft_config to the trainer.")
             adapter_files.load_adapter(self.model, directory)
+
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        found = super()._init_training_state(*args)  # type: ignore[misc]
+        return resuming.place_in_stream(self, args[3], found)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         resuming.load_model(self, resume_from_checkpoint)

@@ -32,12 +32,12 @@ class NonFinite(TrainerCallback):
     """One trainer's.
 
     Args:
-        trainer: its ``args.on_nonfinite`` is ``warn``, ``skip`` or ``stop``.
+        trainer: read for its model, state and norms.
+        mode: ``on_nonfinite``: ``warn``, ``skip`` or ``stop``.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.mode: str = trainer.args.on_nonfinite
+    def __init__(self, trainer: Any, mode: str) -> None:
+        self.trainer, self.mode = trainer, mode
         self.micro_batch = 0
         self.places: dict[str, Tensor] = {}  # int64 scalars by "loss" and the kinds of parameters
 

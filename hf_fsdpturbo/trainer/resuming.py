@@ -6,12 +6,13 @@ import os
 from typing import Any
 
 import torch
+from transformers.trainer_utils import has_length
 
 from hf_fsdpturbo.checkpoint import commit, dcp, facts, scheduler
 from hf_fsdpturbo.lora import adapter_files
 from hf_fsdpturbo.parallelize.reload import reload_weights
 from hf_fsdpturbo.ranks import from_rank0, rank, together
-from hf_fsdpturbo.trainer.saving import SCHEDULER, sizes_of
+from hf_fsdpturbo.trainer.saving import SCHEDULER, TRAINER_STATE, sizes_of
 
 
 def newest_checkpoint(run_dir: str) -> str:
@@ -64,6 +65,24 @@ def load_model(trainer: Any, checkpoint: str) -> None:
             flush=True,
         )
     dcp.load_model(directory, model, adapted)
+
+
+def place_in_stream(trainer: Any, checkpoint: str | None, found: tuple[int, int]) -> tuple[int, int]:
+    """Finished epochs, and batches of the one in progress, that a resumed run has behind it.
+
+    Args:
+        checkpoint: what is resumed from, if anything.
+        found: Trainer's answer, which takes a stream's ``max_steps`` for one epoch, and would skip that many batches of
+            a pass, however short the stream is.
+    """
+    path = None if checkpoint is None else os.path.join(checkpoint, TRAINER_STATE)
+    if path is None or has_length(trainer.train_dataset) or not os.path.isfile(path):
+        return found
+    saved = commit.read_json(path)  # Trainer has written this run's max_steps over the saved one by now
+    epochs, part = divmod(saved["epoch"], 1)  # a pass is one epoch; its batches count as parts of saved max_steps
+    steps = round(part * saved["max_steps"])
+    skipped = 0 if trainer.args.ignore_data_skip else steps * trainer.args.gradient_accumulation_steps
+    return int(epochs), skipped
 
 
 def load_training_state(trainer: Any, checkpoint: str) -> None:

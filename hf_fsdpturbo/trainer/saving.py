@@ -16,6 +16,7 @@ from hf_fsdpturbo.checkpoint.background import BackgroundSave
 from hf_fsdpturbo.checkpoint.hub import export_model
 from hf_fsdpturbo.checkpoint.writer import Writer
 from hf_fsdpturbo.lora import adapter_files
+from hf_fsdpturbo.lora.merged_export import export_merged
 from hf_fsdpturbo.ranks import (
     FAILURES,
     CheckpointError,
@@ -90,6 +91,18 @@ class Saving:
             self.trainer.model
         ):
             export_model(self.trainer.model, directory, self.trainer.hub_file_bytes)
+
+    def save_merged_model(self, output_dir: str) -> None:
+        """A Hub checkpoint with the adapter merged into the base weights.
+
+        Raises:
+            ValueError: the model has no adapter.
+            CheckpointError: on every rank, if one could not write.
+        """
+        trainer = self.trainer
+        if not adapter_files.is_peft(trainer.model):
+            raise ValueError("save_merged_model: the model has no adapter. Use save_model.")
+        export_merged(trainer.model, output_dir, trainer.hub_file_bytes, trainer.processing_class)
 
     def _save_side_files(self, directory: str) -> None:
         """Config, generation config, tokenizer, training arguments; adapter files where there are adapters."""

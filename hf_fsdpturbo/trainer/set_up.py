@@ -26,8 +26,10 @@ from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.topology import Topology
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.head_choice import HeadChoice
+from hf_fsdpturbo.trainer.nonfinite import NonFinite
 from hf_fsdpturbo.trainer.reference import add_reference, hash_shards, trainer_functions_replaced
 from hf_fsdpturbo.trainer.refusals import aux_loss_warning, refuse_model, refuse_optimizers, refuse_unsharded
+from hf_fsdpturbo.trainer.sigterm import AgreedStop
 
 logger = logging.getLogger(__name__)
 
@@ -151,12 +153,21 @@ class SetUp:
         init_kwargs = getattr(config, "model_init_kwargs", None)
         if hasattr(config, "model_init_kwargs"):
             config.model_init_kwargs = None  # used up; TRL would warn that a model object ignores it
+        saves_on_sigterm = cast(Any, config).enable_jit_checkpoint
+        cast(Any, config).enable_jit_checkpoint = saves_on_sigterm and self.parallel_state is None  # see AgreedStop
         try:
             with trainer_functions_replaced(self.trainer_class, **functions):
                 yield self.given
         finally:
             if hasattr(config, "model_init_kwargs"):
                 config.model_init_kwargs = init_kwargs
+            cast(Any, config).enable_jit_checkpoint = saves_on_sigterm
+
+    def add_callbacks(self, trainer: Any, finite: NonFinite) -> None:
+        """What acts at the end of steps, behind Trainer's own callbacks and the user's."""
+        trainer.add_callback(finite)
+        if self.parallel_state is not None and trainer.args.enable_jit_checkpoint:
+            trainer.add_callback(AgreedStop(trainer))
 
     def finish(self, trainer: Any) -> None:
         """Put the LM head in, warm up communicators and print one summary on rank 0."""

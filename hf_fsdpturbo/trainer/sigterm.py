@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_fsdpturbo import watcher
 from hf_fsdpturbo.ranks import rank, world_size
+from hf_fsdpturbo.watcher import this_rank
 
 PAUSE = 0.05
 
@@ -32,15 +32,14 @@ class AgreedStop(TrainerCallback):
         self.trainer = trainer
         self.lock = threading.Lock()
         self.signalled = False  # set in a signal handler: nothing else may happen there
-        self.next_end: int | None = None  # the step at whose end the main thread looks next; None: it does not train
+        self.next_end = 0  # the step at whose end the main thread looks next
         self.answered: int | None = None
         self.before: Any = None
-        self.store: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.before = signal.signal(signal.SIGTERM, self._signalled)
         self.next_end = state.global_step + 1
-        self.store = watcher.each_poll(self._look)
+        this_rank().each_poll.append(self._look)
 
     def _signalled(self, number: int, frame: Any) -> None:
         self.signalled = True
@@ -48,7 +47,7 @@ class AgreedStop(TrainerCallback):
     def _look(self, store: Any) -> None:
         """In the watcher's thread: pass a signal on, and answer one that any rank got."""
         with self.lock:
-            if self.answered is not None or self.next_end is None:
+            if self.answered is not None:
                 return
             if self.signalled:
                 store.set("sigterm", "1")
@@ -71,11 +70,11 @@ class AgreedStop(TrainerCallback):
 
     def _agreed(self) -> int:
         """The largest of all ranks' answers; their watchers give them whatever their main threads wait for."""
-        keys = [f"sigterm/{other}" for other in range(world_size())]
-        while not self.store.check(keys):
+        keys, store = [f"sigterm/{other}" for other in range(world_size())], this_rank().store
+        while not store.check(keys):
             time.sleep(PAUSE)
-        return max(int(answer) for answer in self.store.multi_get(keys))
+        return max(int(answer) for answer in store.multi_get(keys))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         signal.signal(signal.SIGTERM, self.before)
-        self.next_end = None
+        this_rank().each_poll.remove(self._look)

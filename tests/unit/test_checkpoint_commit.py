@@ -221,7 +221,9 @@ def test_true_from_a_command_line_means_the_newest(monkeypatch):
     class Trainer(FSDPTurboTrainerMixin, Loop):
         def __init__(self):
             self._saving = saving.Saving(self)
-            self.args = SimpleNamespace(save_strategy="no", save_on_each_node=False, push_to_hub=False, output_dir="run")
+            self.args = SimpleNamespace(
+                save_on_each_node=False, push_to_hub=False, output_dir="run", save_strategy="no"
+            )
 
     monkeypatch.setattr(resuming, "newest_checkpoint", lambda run_dir: f"{run_dir}/checkpoint-9")
     asked = {True: "run/checkpoint-9", "true": "run/checkpoint-9", "True": "run/checkpoint-9", None: None, "a": "a"}
