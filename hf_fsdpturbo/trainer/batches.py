@@ -66,6 +66,11 @@ class SharedBatches:
         self.data_ranks = data_ranks
         self._said: set[str] = set()
 
+    def read_on_every_rank(self, config: Any) -> None:
+        """Set accelerate's ``dispatch_batches`` to False where nothing is given: see :meth:`cost_of_stream`."""
+        if config.dispatch_batches is None:
+            config.dispatch_batches = False
+
     def stream(self, dataset: Any, dispatch: bool | None = None) -> Any:
         """The data set as the data loader may read it; rank 0 says once what a stream costs at many ranks.
 
@@ -79,7 +84,7 @@ class SharedBatches:
         return WholeStream(dataset) if whole and not self._own_files(dataset, dispatch) else dataset
 
     def _own_files(self, dataset: Any, dispatch: bool | None) -> bool:
-        """Asked for at many ranks: accelerate gives each rank files of its own, which must hold equally many samples."""
+        """Asked for at many ranks: accelerate gives each rank files of its own, which must hold as many samples."""
         many = self.cp_size == 1 and self.data_ranks >= MANY_READERS
         return many and dispatch is False and getattr(dataset, "n_shards", 0) >= self.data_ranks
 

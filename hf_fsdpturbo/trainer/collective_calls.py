@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_fsdpturbo.checkpoint.dcp import model_tensors
+from hf_fsdpturbo.lora.adapter import trained_adapter
+from hf_fsdpturbo.lora.adapter_files import is_peft
 from hf_fsdpturbo.ranks import rank
 from hf_fsdpturbo.watcher import all_call
 
@@ -82,6 +84,8 @@ class _SavePretrained:
         """
         if state_dict is not None:
             sizes = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+            if is_peft(self.trainer.model):  # a preference trainer's reference is no part of what is saved
+                kwargs.setdefault("selected_adapters", [trained_adapter(self.trainer.model)])
             if is_main_process and rank() == 0:
                 self.own(save_directory, state_dict=state_dict, **sizes, **kwargs)
             return

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from accelerate.utils import recursively_apply
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 
 class GatheredRows:
@@ -155,14 +156,35 @@ class GatheredRows:
             self.is_cut = False
 
     def _cut(self, inputs: dict[str, Any], count: int) -> dict[str, Any]:
-        """The first ``count`` samples of a batch of tensors ``[m*B, ...]``; as it is where rows are not samples."""
+        """The first ``count`` samples of a batch of tensors ``[m*B, ...]``; as it is where rows are not samples.
+
+        Samples of a batch ``[1, T]`` (``padding_free``, packing) follow each other in one row.
+        """
         size = self._batch_size()
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        ids = tensors.get("input_ids")
+        if ids is not None and ids.ndim == 2 and ids.shape[0] == 1 < size:
+            real = self._tokens_in_a_row(ids, count)
+            tokens = {name: value[:, :real] for name, value in tensors.items() if value.shape[:2] == ids.shape}
+            return {**inputs, **tokens}
         if any(not tensor.ndim or tensor.shape[0] % size for tensor in tensors.values()):
             return inputs
         self.is_cut = True
         rows = {name: tensor.unflatten(0, (-1, size))[:, :count].flatten(0, 1) for name, tensor in tensors.items()}
         return {**inputs, **rows}
+
+    def _tokens_in_a_row(self, ids: Tensor, count: int) -> int:
+        """Tokens of this rank's ``count`` real samples, which begin a row ``[1, T]``; T if they are not found there.
+
+        Evaluation reads its data set in order, so the last batch of all ranks holds the last samples.
+        """
+        state = self.accelerator.gradient_state
+        dataset: Any = state.active_dataloader.dataset  # type: ignore[union-attr]
+        if isinstance(dataset, IterableDataset):
+            return ids.shape[1]
+        first = len(dataset) - state.remainder + self.data_rank * self._batch_size()
+        real = torch.cat([torch.as_tensor(dataset[first + index]["input_ids"]) for index in range(count)])
+        return len(real) if torch.equal(ids[0, : len(real)].cpu(), real) else ids.shape[1]
 
     def _filled(self, data: Any) -> Any:
         return recursively_apply(self._fill, data, self._batch_size()) if self.is_cut else data

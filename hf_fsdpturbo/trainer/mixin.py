@@ -18,19 +18,17 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_fsdpturbo.context_parallel.sharded_head import install_sharded_head
-from hf_fsdpturbo.lora import adapter_files
 from hf_fsdpturbo.optim.one_pass import in_one_pass
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.ranks import together
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
-from hf_fsdpturbo.trainer import collective_calls, resuming, saving
+from hf_fsdpturbo.trainer import collective_calls, refusals, resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
 from hf_fsdpturbo.trainer.evaluation import GatheredRows, undivided_aux_loss
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.loss_scale import LossScale
 from hf_fsdpturbo.trainer.nonfinite import NonFinite
-from hf_fsdpturbo.trainer.refusals import refuse_accelerate, refuse_foreign_parameters, refuse_images
 from hf_fsdpturbo.trainer.set_up import SetUp
 from hf_fsdpturbo.trainer.step_norm import StepNorm
 
@@ -93,11 +91,10 @@ class FSDPTurboTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """Tell the data loader who shares a batch: it reads nothing but the axis names of this mesh."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        refuse_accelerate(self.accelerator)
+        refusals.refuse_accelerate(self.accelerator)
         if self.parallel_state is not None:
             self.accelerator.state.device_mesh = self.parallel_state.loader_mesh
-            if self.args.accelerator_config.dispatch_batches is None:
-                self.accelerator.dataloader_config.dispatch_batches = False  # see WholeStream
+            self._batches.read_on_every_rank(self.accelerator.dataloader_config)
             self._rows = GatheredRows(self.accelerator, self._batches.cp_size)
             self._rows.install()
             self._bind_gather_function()
@@ -119,7 +116,7 @@ class FSDPTurboTrainerMixin:
         parent: Any = super()
         given = self.optimizer if self.optimizer is not None else self.optimizer_cls_and_kwargs
         optimizer = parent.create_optimizer() if model is None else parent.create_optimizer(model)
-        refuse_foreign_parameters(optimizer, self.model)
+        refusals.refuse_foreign_parameters(optimizer, self.model)
         self.optimizer = in_one_pass(optimizer, self.args.optim_implementation, is_given=given is not None)
         return self.optimizer
 
@@ -149,7 +146,7 @@ class FSDPTurboTrainerMixin:
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Refuse image batches: a rank without images would not join the others in its vision tower."""
-        refuse_images(inputs, self.parallel_state)
+        refusals.refuse_images(inputs, self.parallel_state)
         return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     # Steps
@@ -162,6 +159,8 @@ class FSDPTurboTrainerMixin:
         Raises:
             ValueError: no finished checkpoint, or settings that cannot work; on every rank.
         """
+        if self.parallel_state is not None:
+            refusals.refuse_callbacks(self.callback_handler.callbacks)  # type: ignore[attr-defined]
         self._saving.begin()
         ended = False
         try:
@@ -278,10 +277,7 @@ class FSDPTurboTrainerMixin:
         Raises:
             ValueError: the model has no adapter, or the files are of another one; on every rank.
         """
-        with together(f"reading {directory}"):
-            if not adapter_files.is_peft(self.model):
-                raise ValueError("load_adapter: the model has no adapter. Pass peft_config to the trainer.")
-            adapter_files.load_adapter(self.model, directory)
+        resuming.load_adapter(self.model, directory)
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         found = super()._init_training_state(*args)  # type: ignore[misc]
@@ -300,9 +296,7 @@ class FSDPTurboTrainerMixin:
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: each trial would build a new model past the sharded loader."""
-        raise ValueError(
-            "hyperparameter_search rebuilds the model for each trial and is not supported. Start one run a trial."
-        )
+        raise ValueError("hyperparameter_search rebuilds the model for each trial. Start one run a trial.")
 
 
 class FSDPTurboTrainer(FSDPTurboTrainerMixin, Trainer):

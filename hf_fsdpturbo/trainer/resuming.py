@@ -72,8 +72,8 @@ def place_in_stream(trainer: Any, checkpoint: str | None, found: tuple[int, int]
 
     Args:
         checkpoint: what is resumed from, if anything.
-        found: Trainer's answer, which takes a stream's ``max_steps`` for one epoch, and would skip that many batches of
-            a pass, however short the stream is.
+        found: Trainer's answer, which takes a stream's ``max_steps`` for one epoch, and would skip all finished steps
+            in one pass, however short the stream is.
     """
     path = None if checkpoint is None else os.path.join(checkpoint, TRAINER_STATE)
     if path is None or has_length(trainer.train_dataset) or not os.path.isfile(path):
@@ -99,6 +99,18 @@ def load_training_state(trainer: Any, checkpoint: str) -> None:
         groups = commit.read_json(described)["groups"]
         sources = scheduler.group_sources(groups, trainer.model, optimizer)
         trainer.lr_scheduler.load_state_dict(scheduler.follow_groups(state, len(groups), sources))
+
+
+def load_adapter(model: Any, directory: str) -> None:
+    """Fill the model's adapter from adapter files. Collective.
+
+    Raises:
+        ValueError: the model has no adapter, or the files are of another one; on every rank.
+    """
+    with together(f"reading {directory}"):
+        if not adapter_files.is_peft(model):
+            raise ValueError("load_adapter: the model has no adapter. Pass peft_config to the trainer.")
+        adapter_files.load_adapter(model, directory)
 
 
 def load_best_model(trainer: Any) -> None:
