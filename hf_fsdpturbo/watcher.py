@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -37,6 +38,9 @@ GOODBYE = 10.0
 _COLLECTIVE = ("torch/distributed/", "torch/autograd/graph.py")
 _DEVICE = ("torch/", "transformers/", "accelerate/", "trl/")
 _WORK = ("torch/serialization.py", "torch/utils/data/", "torch/distributed/checkpoint/filesystem.py")
+
+_PACKAGES = re.compile("/(?:site|dist)-packages/")
+_LIBRARY = os.path.dirname(os.__file__)
 
 _watcher: Watcher | None = None
 
@@ -224,13 +228,10 @@ def _ranks(found: list[int]) -> str:
 
 def _inside_packages(file: str) -> str:
     """``torch/nn/modules/module.py``; the file itself for a user's; empty for Python's own library."""
-    _, found, rest = file.replace(os.sep, "/").rpartition("/site-packages/")
-    if found:
+    *_, rest = _PACKAGES.split(file.replace(os.sep, "/"))
+    if rest != file.replace(os.sep, "/"):
         return rest
     return "" if file.startswith((_LIBRARY, "<")) else file
-
-
-_LIBRARY = os.path.dirname(os.__file__)
 
 
 def _short(frame: Any) -> str:
