@@ -150,10 +150,12 @@ def test_evaluation_loss_equals_one_process(tiny, world, turbo):
             name = f"{kind}, {samples} samples by {size}{', metrics' if metrics else ''}"
             runs[name] = run
             plain[name] = replace(run, args={**run.args, "per_device_eval_batch_size": size * times})
-    for layout in ("padding_free", "eval_packing"):  # samples, or bins of samples, follow each other in one row
+    # samples, or bins of samples, follow each other in one row
+    for layout, args in (("padding_free", {"max_length": None}), ("eval_packing", {})):
         run = replace(runs["sft, 5 samples by 2, metrics"], trainer_kwargs={})
-        runs[f"sft {layout}"] = replace(run, args={**run.args, layout: True})
-        wide = {**run.args, layout: True, "per_device_eval_batch_size": 2 * data_ranks}
+        args = {**run.args, **args, layout: True}
+        runs[f"sft {layout}"] = replace(run, args=args)
+        wide = {**args, "per_device_eval_batch_size": 2 * data_ranks}
         plain[f"sft {layout}"] = replace(run, args=wide)
     path = tiny("qwen3_moe")
     expected, alone = run_plain(evaluate_and_classify, plain, path, None, data_ranks, timeout=100)
