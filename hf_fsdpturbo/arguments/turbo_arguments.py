@@ -124,16 +124,14 @@ class FSDPTurboArguments:
         },
     )
     recompute: str = field(
-        default=UnsetStr("full"),
-        metadata={"help": "With activation_checkpointing: full, or selective, which keeps what is dear to compute."},
+        default=UnsetStr("full"), metadata={"help": "With activation_checkpointing: full or selective (keeps the dear)."}
     )
     fused_linear_cross_entropy: str = field(
         default=UnsetStr("auto"),
         metadata={"help": "SFT: gradients of the LM head in its forward: auto (on an accelerator), on or off."},
     )
     on_nonfinite: str = field(
-        default=UnsetStr("warn"),
-        metadata={"help": "A loss or gradient norm that is not finite: warn, skip its step, or stop before it."},
+        default=UnsetStr("warn"), metadata={"help": "A gradient norm that is not finite: warn, skip the step or stop."}
     )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings

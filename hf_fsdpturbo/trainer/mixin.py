@@ -23,7 +23,7 @@ from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.ranks import together
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
-from hf_fsdpturbo.trainer import collective_calls, refusals, resuming, saving
+from hf_fsdpturbo.trainer import refusals, resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
 from hf_fsdpturbo.trainer.evaluation import GatheredRows, undivided_aux_loss
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
@@ -82,9 +82,6 @@ class FSDPTurboTrainerMixin:
         with set_up.parent_arguments() as given:
             super().__init__(*given.args, **given.kwargs)
         set_up.finish(self)
-        if self.parallel_state is not None:
-            collective_calls.install(self)
-        set_up.add_callbacks(self, self._finite)
 
     # Set-up, called by the parent's __init__
 
@@ -189,8 +186,7 @@ class FSDPTurboTrainerMixin:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         loss: Any = functools.partial(super().compute_loss, model, inputs, return_outputs)  # type: ignore[misc]
         found = self._scale.compute(loss, inputs, num_items_in_batch)
-        if model.training:
-            self._finite.saw_loss(found[0] if return_outputs else found)
+        self._finite.saw_loss(found[0] if return_outputs else found)
         return found
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:

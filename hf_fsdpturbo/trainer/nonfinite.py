@@ -42,7 +42,9 @@ class NonFinite(TrainerCallback):
         self.places: dict[str, Tensor] = {}  # int64 scalars by "loss" and the kinds of parameters
 
     def saw_loss(self, loss: Tensor) -> None:
-        """A micro-batch's loss in training; nothing is waited for."""
+        """A micro-batch's loss, noted in training; nothing is waited for."""
+        if not self.trainer.model.training:
+            return
         step = self.trainer.state.global_step + 1
         place = (step * _MICRO_BATCHES + self.micro_batch) * world_size() + rank()
         self.micro_batch += 1

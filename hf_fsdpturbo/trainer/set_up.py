@@ -26,9 +26,9 @@ from hf_fsdpturbo.parallelize.trainer_family import trl_classes
 from hf_fsdpturbo.ranks import everyone, rank, together
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.topology import Topology
+from hf_fsdpturbo.trainer import collective_calls
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.head_choice import HeadChoice
-from hf_fsdpturbo.trainer.nonfinite import NonFinite
 from hf_fsdpturbo.trainer.reference import (
     add_reference,
     hash_shards,
@@ -218,14 +218,8 @@ class SetUp:
             if self.is_own_reference:
                 del self.given.get("model").add_adapter
 
-    def add_callbacks(self, trainer: Any, finite: NonFinite) -> None:
-        """What acts at the end of steps, behind Trainer's own callbacks and the user's."""
-        trainer.add_callback(finite)
-        if self.parallel_state is not None and trainer.args.enable_jit_checkpoint:
-            trainer.add_callback(AgreedStop(trainer))
-
     def finish(self, trainer: Any) -> None:
-        """Put the LM head in, warm up communicators and print one summary on rank 0."""
+        """Put in the LM head and what watches calls and steps, warm up communicators, say on rank 0 what was done."""
         config, model = self.config, trainer.model
         head = self.head.install(trainer)
         if self.report is not None and head is not None:
@@ -233,8 +227,12 @@ class SetUp:
         if self.parallel_state is not None:
             refuse_unsharded(model, self.report is not None)
             refuse_resizing(model)
+            collective_calls.install(trainer)
             reshard(model)  # log-probabilities computed ahead have left the root whole
             grad_norm.warm_up(model)
+            if trainer.args.enable_jit_checkpoint:
+                trainer.add_callback(AgreedStop(trainer))
+        trainer.add_callback(trainer._finite)
         if config.process_index == 0:
             trainable = [p for p in model.parameters() if p.requires_grad]
             in_bf16 = bool(trainable) and any(p.dtype == torch.bfloat16 for p in trainable)

@@ -18,7 +18,7 @@ def trainer_of(step: int = 0):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     state, args = SimpleNamespace(global_step=step), SimpleNamespace(device=torch.device("cpu"))
-    return SimpleNamespace(model=model, state=state, args=args, last_group_norms=None)
+    return SimpleNamespace(model=model.train(), state=state, args=args, last_group_norms=None)
 
 
 def has_gradients(trainer) -> bool:
