@@ -124,7 +124,7 @@ class FSDPTurboArguments:
         },
     )
     recompute: str = field(
-        default=UnsetStr("full"), metadata={"help": "With activation_checkpointing: full or selective (keeps the dear)."}
+        default=UnsetStr("full"), metadata={"help": "With activation_checkpointing: full or selective (keeps dear)."}
     )
     fused_linear_cross_entropy: str = field(
         default=UnsetStr("auto"),
