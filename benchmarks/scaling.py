@@ -10,9 +10,11 @@ The exponent is that of W between the smallest and the largest number of ranks: 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import pickle
+import secrets
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,14 +24,18 @@ import torch
 from torch import nn
 
 from benchmarks.simulated_ranks import counted_new_groups, fake_world, threaded_ranks
-from hf_fsdpturbo.checkpoint import commit, dcp
+from hf_fsdpturbo.checkpoint import commit, dcp_save, intact
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
 from hf_fsdpturbo.topology import Topology
 
 WORLDS = (8, 64, 256, 1024)
-EP_SIZE = 8
-LAYERS, EXPERTS, HIDDEN, FFN = 94, 128, 4096, 1536  # Qwen3-235B-A22B
+EP_SIZE = RANKS_A_NODE = 8
+MODELS = {  # layers with experts, experts, hidden, ffn
+    "Qwen3-235B": (94, 128, 4096, 1536),
+    "Qwen3-30B": (48, 128, 2048, 768),
+    "DeepSeek-V3": (58, 256, 7168, 2048),
+}
 
 
 def exponent(values: list[float], worlds: tuple[int, ...] = WORLDS) -> float:
@@ -56,9 +62,9 @@ def make_checkpoint(run_dir: str, world: int) -> str:
     """A finished checkpoint with as many files as ``world`` ranks write; nothing in them."""
     commit.open_staging(run_dir, "checkpoint-1")
     staged = os.path.join(commit.staging_dir(run_dir), "checkpoint-1")
-    os.mkdir(os.path.join(staged, dcp.DCP_DIR))
+    os.mkdir(os.path.join(staged, "dcp"))
     for rank in range(world):
-        for name in (os.path.join(dcp.DCP_DIR, f"__{rank}_0.distcp"), f"rng_state_{rank}.pth"):
+        for name in (os.path.join("dcp", f"__{rank}_0.distcp"), f"rng_state_{rank}.pth"):
             with open(os.path.join(staged, name), "wb") as file:
                 file.write(bytes(8))
     sync, commit._sync_tree = commit._sync_tree, lambda directory: None  # a disk's time is not what is counted
@@ -90,12 +96,12 @@ def files_asked_for(world: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as run_dir:
         checkpoint = make_checkpoint(run_dir, world)
         told: list[Any] = []
-        rank, from_rank0 = commit.rank, commit.from_rank0
-        commit.from_rank0 = lambda value: told.append(value) or value
-        first = counted(os, "stat", lambda: commit.fault_in(checkpoint), checkpoint)
-        commit.rank, commit.from_rank0 = lambda: 1, lambda value: told[0]
-        other = counted(os, "stat", lambda: commit.fault_in(checkpoint), checkpoint)
-        commit.rank, commit.from_rank0 = rank, from_rank0
+        rank, from_rank0 = intact.rank, intact.from_rank0
+        intact.from_rank0 = lambda value: told.append(value) or value
+        first = counted(os, "stat", lambda: intact.fault_in(checkpoint), checkpoint)
+        intact.rank, intact.from_rank0 = lambda: 1, lambda value: told[0]
+        other = counted(os, "stat", lambda: intact.fault_in(checkpoint), checkpoint)
+        intact.rank, intact.from_rank0 = rank, from_rank0
     return {
         "F3 file stats of verify, rank 0": first,
         "F3 file stats of verify, another rank": other,
@@ -139,30 +145,74 @@ def loaders(world: int) -> dict[str, float]:
     }
 
 
-def plans(world: int) -> dict[str, float]:
-    """F5: the plan that each rank sends to rank 0 in a save; Qwen3-235B's stacked experts and moments, on meta."""
-    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-    from torch.distributed.tensor import DTensor, Shard
+def stacked_parts(model: str, world: int, rank: int) -> list[Any]:
+    """What one rank writes of a model's stacked experts and their moments, without the tensors."""
+    from hf_fsdpturbo.checkpoint.shard_file import Part
+    from hf_fsdpturbo.shards import Box
 
-    with fake_world(0, world):
-        mesh = FSDPTurboParallelState(Topology.resolve(world, ep_size=EP_SIZE), "cpu", None).dense_mesh
-        state = {}
-        for layer in range(LAYERS):
-            for name, shape in {"gate_up": (EXPERTS, 2 * FFN, HIDDEN), "down": (EXPERTS, HIDDEN, FFN)}.items():
-                local = torch.empty(max(1, shape[1] // world), shape[0], shape[2], device="meta")
-                for kind in ("weight", "exp_avg", "exp_avg_sq"):
-                    shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-                    state[f"model.layers.{layer}.mlp.experts.{name}.{kind}"] = shard
-        size = len(pickle.dumps(create_default_local_save_plan(state, is_coordinator=False)))
+    parts = []
+    layers, experts, hidden, ffn = MODELS[model]
+    for layer in range(layers):
+        for name, shape in {"gate_up": (experts, 2 * ffn, hidden), "down": (experts, hidden, ffn)}.items():
+            rows = experts // EP_SIZE, -(-shape[2] // (world // EP_SIZE))
+            offset = rows[0] * (rank % EP_SIZE), 0, min(rows[1] * (rank // EP_SIZE), shape[2])
+            box = Box(offset, (rows[0], shape[1], min(rows[1], shape[2] - offset[2])))
+            for kind in ("model", "optim.exp_avg", "optim.exp_avg_sq"):
+                parts.append(Part(f"{kind}.model.layers.{layer}.mlp.experts.{name}", "torch.bfloat16", shape, box))
+    return parts
+
+
+def index(world: int) -> dict[str, float]:
+    """F5: what ranks say of a save, and what rank 0 makes of it; files without tensors in them."""
+    from unittest import mock
+
+    from hf_fsdpturbo.checkpoint import shard_file
+    from hf_fsdpturbo.checkpoint.dcp_index import parse_index
+
+    numbers = itertools.count()
+
+    def nothing(file: Any, part: Any, tensor: Any) -> Any:
+        size = 2 * math.prod(part.box.shape)
+        return shard_file.Chunk(part, next(numbers) * size, size, secrets.token_hex(16))
+
+    def write(model: str, rank: int) -> Any:
+        parts = [(part, torch.empty(0)) for part in stacked_parts(model, world, rank)]
+        path = os.path.join(directory, shard_file.file_name(rank))
+        written = shard_file.write_shard(path, "0" * 32, parts)
+        sizes[f"F5 KiB of a rank's list, {model} ({len(parts)} keys)"] = os.path.getsize(path) / 1024
+        return written
+
+    sizes: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        with mock.patch.object(shard_file, "_write_chunk", nothing), mock.patch.object(os, "fsync"):
+            for model in MODELS:
+                write(model, 0)
+            written = [write("Qwen3-235B", rank) for rank in range(world)]
+        began = time.process_time()
+        dcp_save.write_index(directory, "0" * 32, written)
+        first = time.process_time()
+        trailers = counted(dcp_save.ShardFile, "trailer", lambda: dcp_save.write_index(directory, "1" * 32, written))
+        later = time.process_time()
+        with open(os.path.join(directory, ".metadata"), "rb") as file:
+            raw = file.read()
+        parsing = time.process_time()
+        parse_index(raw, "")
+        parsed = time.process_time()
     return {
-        f"F5 KiB of a rank's plan ({len(state)} keys)": size / 1024,
-        "F5 MiB of plans gathered on rank 0": size * world / 2**20,
+        **sizes,
+        "F5 MiB of lists that rank 0 reads, first save": next(iter(sizes.values())) * world / 1024,
+        "F5 lists that rank 0 reads, later saves": trailers,
+        "F5 KiB gathered of all ranks": len(pickle.dumps(written)) / 1024,
+        "F5 s to make the index, first save": first - began,
+        "F5 s to make the index, later saves": later - first,
+        "F4 MiB of the index": len(raw) / 2**20,
+        "F4 s to read and check the index, one rank a node": parsed - parsing,
     }
 
 
 def index_reads(world: int) -> dict[str, float]:
-    """F4: how often a rank opens ``.metadata`` in a resume; counted in one process, the same at any number."""
-    from torch.distributed.checkpoint import FileSystemReader
+    """F4: how often the index is read in a resume; counted in one process, eight ranks a node."""
+    from hf_fsdpturbo.checkpoint import dcp, dcp_read
 
     with tempfile.TemporaryDirectory() as directory:
         model = nn.Linear(4, 4)
@@ -170,18 +220,20 @@ def index_reads(world: int) -> dict[str, float]:
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         shards, described = os.path.join(directory, dcp.DCP_DIR), os.path.join(directory, dcp.OPTIMIZER_JSON)
-        dcp.save(dcp.gather_state(model, optimizer), shards)
+        dcp_save.save(dcp.gather_state(model, optimizer), shards)
         dcp.write_optimizer_json(model, optimizer, directory)
 
         def resume() -> None:
-            dcp.load_model(shards, model)
-            dcp.load_optimizer(shards, described, model, optimizer)
+            opened = dcp_read.SavedDirectory(shards)
+            dcp.load_model(opened, model)
+            dcp.load_optimizer(opened, described, model, optimizer)
 
-        reads = counted(FileSystemReader, "read_metadata", resume)
-    return {"F4 reads of .metadata, a rank": reads, "F4 reads of .metadata, all ranks": reads * world}
+        reads = counted(dcp_read, "read_index", resume)
+    nodes = world // RANKS_A_NODE
+    return {"F4 reads of the index in a resume, a node": reads, "F4 the same, all nodes": reads * nodes}
 
 
-PARTS = (meshes, files_asked_for, scale_check_values, loaders, index_reads, plans)
+PARTS = (meshes, files_asked_for, scale_check_values, loaders, index_reads, index)
 
 
 def table() -> str:
@@ -191,10 +243,13 @@ def table() -> str:
         for world in WORLDS:
             for name, value in part(world).items():
                 rows.setdefault(name, []).append(value)
-    rows["F7 sockets of the background group, a rank"] = [world - 1 for world in WORLDS]
+    rows["F7 groups and sockets of a background save"] = [0 for _ in WORLDS]
     lines = [f"| what | {' | '.join(map(str, WORLDS))} | exponent |", f"|---|{'---|' * (len(WORLDS) + 1)}"]
     for name, values in rows.items():
-        numbers = [f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}" for value in values]
+        numbers = [
+            f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.{1 if value >= 1 else 3}f}"
+            for value in values
+        ]
         lines.append(f"| {name} | {' | '.join(numbers)} | {exponent(values):.2f} |")
     return "\n".join(lines)
 

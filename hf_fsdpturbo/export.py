@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
 
-from hf_fsdpturbo.checkpoint import commit, dcp, facts, hub, unused
+from hf_fsdpturbo.checkpoint import dcp, facts, hub, intact, unused
+from hf_fsdpturbo.checkpoint.dcp_read import SavedDirectory
 
 _OURS = re.compile(
     r"dcp|optimizer\.json|topology\.json|COMPLETE\.json|scheduler\.pt|scaler\.pt|rng_state.*\.pth|trainer_state\.json"
@@ -27,28 +26,16 @@ _OURS = re.compile(
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-class _Reader(FileSystemReader):
-    """Reads the index once, not once a tensor."""
-
-    _index: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._index is None:
-            self._index = super().read_metadata(*args, **kwargs)
-        return self._index
-
-
 class DcpTensors:
     """Tensors of a DCP directory for :func:`hub.export_tensors`; those of one conversion are kept while it runs.
 
     Args:
-        directory: DCP directory.
+        opened: DCP directory.
         tensors: meta tensors by name in the model.
     """
 
-    def __init__(self, directory: str, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-        self.directory, self.reader = directory, _Reader(directory)
+    def __init__(self, opened: SavedDirectory, tensors: dict[str, Tensor]) -> None:
+        self.tensors, self.opened = tensors, opened
         self.held: dict[str, Tensor] = {}
 
     def begin(self, names: tuple[str, ...]) -> None:
@@ -60,7 +47,7 @@ class DcpTensors:
         if name not in self.held:
             meta = self.tensors[name]
             whole = torch.empty(meta.shape, dtype=meta.dtype)
-            dcp.read_into(self.directory, {f"model.{name}": whole}, self.reader)
+            self.opened.read_into({f"model.{name}": whole})
             self.held[name] = whole
         return self.held[name][start:stop] if self.held[name].ndim else self.held[name]
 
@@ -117,7 +104,7 @@ def export_checkpoint(checkpoint: str, out: str, max_file_bytes: int, trust_remo
     Raises:
         ValueError: not a finished checkpoint, no shards in it, ``out`` not empty, or a class that is not known.
     """
-    commit.verify(checkpoint)
+    intact.check(checkpoint)
     directory = os.path.join(checkpoint, dcp.DCP_DIR)
     if os.path.exists(os.path.join(checkpoint, "adapter_config.json")):
         raise ValueError(f"{checkpoint} is of a PEFT model: its adapter files are there already, load them with PEFT.")
@@ -127,18 +114,17 @@ def export_checkpoint(checkpoint: str, out: str, max_file_bytes: int, trust_remo
         raise ValueError(f"{out} is not empty. Choose a new directory.")
     model = skeleton(checkpoint, trust_remote_code)
     unused.adopt(model, checkpoint)
-    saved = dcp.saved_shapes(dcp.read_metadata(directory), "model.")
+    opened = SavedDirectory(directory)
+    saved = dcp.saved_tensors(opened, "model.")
     wanted = hub.saved_tensors(model)
     dcp.check_fit(directory, {name: saved[name] for name in wanted if name in saved}, wanted, same_dtype=False)
-    tensors = {
-        name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype, device="meta") for name in wanted
-    }
+    tensors = {name: torch.empty(saved[name].size, dtype=saved[name].dtype, device="meta") for name in wanted}
     os.makedirs(out, exist_ok=True)
     for entry in sorted(os.listdir(checkpoint)):
         source = os.path.join(checkpoint, entry)
         if not _OURS.fullmatch(entry):
             shutil.copytree(source, os.path.join(out, entry)) if os.path.isdir(source) else shutil.copy(source, out)
-    return hub.export_tensors(model, DcpTensors(directory, tensors), out, max_file_bytes)
+    return hub.export_tensors(model, DcpTensors(opened, tensors), out, max_file_bytes)
 
 
 def _size(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,65 @@ def from_rank0(value: Any) -> Any:
         with torch.device("cpu"):
             dist.broadcast_object_list(shared, src=0)
     return shared[0]
+
+
+# The ranks of one machine
+
+_node: tuple[Any, dist.ProcessGroup | None, list[int]] | None = None
+
+
+def node() -> tuple[dist.ProcessGroup | None, list[int]]:
+    """A group in host memory of the ranks on this machine, and which these are; the first of them is its leader.
+
+    Made once (collective then). None for a rank that is alone there.
+    """
+    global _node
+    if world_size() == 1:
+        return None, [0]
+    if _node is None or _node[0] is not dist.group.WORLD:
+        names = everyone(socket.gethostname())
+        mine = [index for index, name in enumerate(names) if name == names[rank()]]
+        backend = "gloo" if dist.is_gloo_available() else None
+        group = dist.new_group(mine, backend=backend, use_local_synchronization=True) if len(mine) > 1 else None
+        _node = dist.group.WORLD, group, mine
+    return _node[1], _node[2]
+
+
+def everyone_on_node(value: Any) -> list[Any]:
+    """What each rank of this machine passed, in the order of :func:`node`. Collective there."""
+    group, mine = node()
+    values: list[Any] = [None] * len(mine)
+    if group is None:
+        return [value]
+    with torch.device("cpu"):
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def from_node_leader(value: Any) -> Any:
+    """What the leader of this machine passed, on all its ranks. Collective there."""
+    group, mine = node()
+    shared = [value]
+    if group is not None:
+        with torch.device("cpu"):
+            dist.broadcast_object_list(shared, src=mine[0], group=group)
+    return shared[0]
+
+
+def own_from_node_leader(values: list[Any] | None) -> Any:
+    """The one of the leader's values, one a rank of this machine, that is for this rank. Collective there.
+
+    Args:
+        values: on the leader, in the order of :func:`node`; None elsewhere.
+    """
+    group, mine = node()
+    if group is None:
+        assert values is not None
+        return values[0]
+    own: list[Any] = [None]
+    with torch.device("cpu"):
+        dist.scatter_object_list(own, values, src=mine[0], group=group)
+    return own[0]
 
 
 def on_ranks(failed: list[int]) -> str:

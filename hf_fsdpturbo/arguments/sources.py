@@ -46,7 +46,7 @@ INTEGERS = (
     "ranks_per_node",
     "dist_timeout",
 )
-BOOLEANS = ("drop_unused_tensors",)
+BOOLEANS = ("drop_unused_tensors", "verify_checkpoint")
 # Public fields with their defaults in force; FSDPTurboArguments' fields have equal ones (tested), marked as unset.
 PUBLIC_DEFAULTS: dict[str, Any] = {
     "dist_config": None,
@@ -67,6 +67,7 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "recompute": "full",
     "fused_linear_cross_entropy": "auto",
     "on_nonfinite": "warn",
+    "verify_checkpoint": True,
 }
 CHOICES = {
     "check_loading": ("sample", "full", "off"),

@@ -109,12 +109,10 @@ class FSDPTurboArguments:
         metadata={"help": "How weights are read: name init_on_meta, init_on_rank0 or init_on_default."},
     )
     drop_unused_tensors: bool = field(
-        default=cast(bool, UnsetInt(0)),
-        metadata={"help": "Leave out of what is saved the tensors of the checkpoint that the model does not use."},
+        default=cast(bool, UnsetInt(0)), metadata={"help": "Do not save tensors that the model does not use."}
     )
     check_loading: str = field(
-        default=UnsetStr("sample"),
-        metadata={"help": "What is compared with the checkpoint's files after loading: sample, full or off."},
+        default=UnsetStr("sample"), metadata={"help": "What is compared with the files afterwards: sample, full, off."}
     )
     optim_implementation: str = field(
         default=UnsetStr("auto"),
@@ -132,6 +130,9 @@ class FSDPTurboArguments:
     )
     on_nonfinite: str = field(
         default=UnsetStr("warn"), metadata={"help": "A gradient norm that is not finite: warn, skip the step or stop."}
+    )
+    verify_checkpoint: bool = field(
+        default=cast(bool, UnsetInt(1)), metadata={"help": "Compare what is read of checkpoint-N with its checksums."}
     )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings

@@ -1,7 +1,7 @@
 """Whole or not there: a checkpoint is written under another name and appears by one rename, once every rank is done.
 
     output_dir/
-      checkpoint-3/               finished: holds COMPLETE.json, the list of its files and their sizes
+      checkpoint-3/               finished: holds COMPLETE.json, the list of its files, their sizes and checksums
       _saving/<run>/checkpoint-6/ being written, or left by a killed run; the next save removes it
       _deleting/checkpoint-1/     being removed
 
@@ -15,11 +15,10 @@ import logging
 import os
 import re
 import shutil
-import stat
 import time
 from typing import Any
 
-from hf_fsdpturbo.ranks import FAILURES, from_rank0, rank
+from hf_fsdpturbo.checkpoint.checksums import checksum
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +26,9 @@ COMPLETE = "COMPLETE.json"
 STAGING = "_saving"
 DELETING = "_deleting"
 _NAME = re.compile(r"checkpoint-(\d+)")
-_CHECKED_SIZES = (".distcp", ".metadata", ".safetensors", ".pt", ".pth", ".bin")
-"""Files that nobody edits by hand: their sizes must be those recorded. Of others (JSON, text) only presence counts."""
+HASHED = (".pt", ".pth", ".bin", "shards.json", "optimizer.json", "topology.json", "trainer_state.json")
+"""Files that a resume reads, checksums of which are in the marker. Those of shards and their index are in
+``shards.json``, taken as they were written. Weights of the Hub's format have none: a resume does not read them."""
 
 VISIBLE_SECONDS = 20.0
 
@@ -92,7 +92,9 @@ def commit(run_dir: str, name: str, facts: dict[str, Any], run: str = "") -> str
     """
     staged, final = os.path.join(staging_dir(run_dir, run), name), os.path.join(run_dir, name)
     _sync_tree(staged)
-    write_json(os.path.join(staged, COMPLETE), {**facts, "files": list_files(staged)})
+    files = list_files(staged)
+    hashes = {name: checksum_of(os.path.join(staged, name)) for name in files if name.endswith(HASHED)}
+    write_json(os.path.join(staged, COMPLETE), {**facts, "files": files, "hashes": hashes})
     aside = os.path.join(staging_dir(run_dir, run), f"replaced-{name}")
     if os.path.isdir(final):
         os.rename(final, aside)
@@ -167,69 +169,15 @@ def _sync_directory(path: str) -> None:
     _sync_file(path)  # on POSIX a directory's entries are made durable the same way
 
 
+def checksum_of(path: str) -> str:
+    """Checksum of a whole file."""
+    with open(path, "rb") as file:
+        return checksum(file.read())
+
+
 def is_finished(directory: str) -> bool:
     """Whether a checkpoint carries its marker."""
     return os.path.isfile(os.path.join(directory, COMPLETE))
-
-
-def verify(directory: str) -> dict[str, Any]:
-    """Check a checkpoint against its marker; returns the marker's facts.
-
-    Raises:
-        ValueError: no such directory, no marker, a file missing or of another size; names the file.
-    """
-    if not os.path.isdir(directory):
-        raise ValueError(f"resume_from_checkpoint: {directory} is not a directory. Give a checkpoint-N directory.")
-    if not is_finished(directory):
-        raise ValueError(
-            f"resume_from_checkpoint: {directory} has no {COMPLETE}: it was not finished, or not written by "
-            "hf_fsdpturbo. Choose another checkpoint; weights of other origin are given as the model's path."
-        )
-    facts = read_json(os.path.join(directory, COMPLETE))
-    for name, size in facts["files"].items():
-        _check_file(directory, name, size)
-    return facts
-
-
-def _check_file(directory: str, name: str, size: int) -> None:
-    """Raise ValueError unless the file is there with the size on record; asks the file system once."""
-    path = os.path.join(directory, name)
-    try:
-        found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        found = None
-    if found is None or not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{path} is missing from the checkpoint. Copy the whole checkpoint, or choose another.")
-    if found.st_size != size and name.endswith(_CHECKED_SIZES):
-        raise ValueError(
-            f"{path} has {found.st_size} bytes where {size} were written: it is truncated or replaced. Copy it again, "
-            "or choose another checkpoint."
-        )
-
-
-def fault_in(directory: str) -> BaseException | None:
-    """What is wrong with a checkpoint, to be raised by each rank inside ``ranks.together``. Collective.
-
-    Rank 0 looks and tells all: were every rank to look, the file system would be asked for every rank's files by each
-    rank, 4 million times at 1,024. What only another node's disk has lost is found by the rank that reads it; of these
-    files only its random state would be passed over in silence when missing, so each rank looks for its own.
-    """
-    fault: BaseException | None = None
-    random_states: dict[str, int] = {}
-    try:
-        if rank() == 0:
-            files = verify(directory)["files"]
-            random_states = {name: size for name, size in files.items() if name.startswith("rng_state_")}
-    except FAILURES as caught:
-        fault = caught
-    fault, random_states = from_rank0((fault, random_states))
-    own = f"rng_state_{rank()}.pth"
-    try:
-        if fault is None and rank() != 0 and own in random_states:
-            _check_file(directory, own, random_states[own])
-    except FAILURES as caught:
-        fault = caught
-    return fault
 
 
 def checkpoints(run_dir: str) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Model and optimizer as DCP shards written by all ranks, and read back in place at any topology.
+"""Model and optimizer as tensors of a DCP directory, and back in place at any topology.
 
 Keys of the DCP directory: ``model.<name>`` and ``optim.<parameter name>.<state>``; what is not a tensor (learning
 rates, plain numbers) lies beside it in ``optimizer.json``. Names are those of the unsharded model: topology is no part
@@ -7,23 +7,19 @@ of them.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from hf_fsdpturbo.checkpoint import unused
 from hf_fsdpturbo.checkpoint.commit import read_json, write_json
-from hf_fsdpturbo.ranks import FAILURES, agree, together, world_size
+from hf_fsdpturbo.checkpoint.dcp_index import SavedTensor
+from hf_fsdpturbo.checkpoint.dcp_read import SavedDirectory
+from hf_fsdpturbo.ranks import together
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
 DCP_DIR = "dcp"
@@ -113,74 +109,18 @@ def gather_state(
     return state
 
 
-@contextlib.contextmanager
-def _without_notice() -> Iterator[None]:
-    """In one process DCP announces that it is in one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def save(state: dict[str, Tensor], directory: str) -> None:
-    """Write all tensors; collective.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
-    error: BaseException | None = None
-    try:
-        with _without_notice():
-            dcp.save(state, storage_writer=FileSystemWriter(directory), no_dist=world_size() == 1)
-    except FAILURES as caught:
-        error = caught
-    agree(error, f"writing {directory}")
-
-
-def save_async(state: dict[str, Tensor], directory: str, group: dist.ProcessGroup | None) -> Any:
-    """Copy all tensors to host memory, return, and write in a thread; ``result()`` of the future waits or raises.
-
-    Args:
-        group: a gloo group of its own: on the default group its collectives would mix with those of training.
-    """
-    # copied here: a shard that is a view into a larger storage breaks torch's own staging
-    owned = {key: tensor.detach().to("cpu", copy=True) for key, tensor in state.items()}
-    return dcp.async_save(
-        owned, storage_writer=FileSystemWriter(directory), process_group=group, no_dist=world_size() == 1
-    )
-
-
 def write_optimizer_json(model: nn.Module, optimizer: torch.optim.Optimizer, directory: str) -> None:
     """Write ``optimizer.json``; one rank does it."""
     write_json(os.path.join(directory, OPTIMIZER_JSON), optimizer_facts(model, optimizer))
 
 
-def read_metadata(directory: str) -> Metadata:
-    """Index of a DCP directory.
-
-    Raises:
-        ValueError: it is not one, or the index is damaged; names the file.
-    """
-    path = os.path.join(directory, ".metadata")
-    if not os.path.isfile(path):
-        raise ValueError(f"{path} is missing: {directory} is not a DCP directory, or was not finished.")
-    try:
-        return FileSystemReader(directory).read_metadata()
-    except FAILURES as error:
-        raise ValueError(f"{path} cannot be read ({error}): copy the file again.") from error
-
-
-def saved_shapes(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetadata]:
-    """Tensors under a key prefix, by the rest of their key."""
-    entries = metadata.state_dict_metadata.items()
-    return {
-        key.removeprefix(prefix): entry
-        for key, entry in entries
-        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
+def saved_tensors(opened: SavedDirectory, prefix: str) -> dict[str, SavedTensor]:
+    """Tensors of a directory under a key prefix, by the rest of their key."""
+    return {key.removeprefix(prefix): tensor for key, tensor in opened.tensors.items() if key.startswith(prefix)}
 
 
 def check_fit(
-    directory: str, saved: dict[str, TensorStorageMetadata], wanted: dict[str, Tensor], *, same_dtype: bool = True
+    directory: str, saved: dict[str, SavedTensor], wanted: dict[str, Tensor], *, same_dtype: bool = True
 ) -> None:
     """Compare names, shapes and dtypes of a checkpoint with those of the model.
 
@@ -191,14 +131,14 @@ def check_fit(
         "missing": sorted(wanted.keys() - saved.keys()),
         "unexpected": sorted(saved.keys() - wanted.keys()),
         "of another shape": [
-            f"{name} (saved {tuple(saved[name].size)}, here {tuple(tensor.shape)})"
+            f"{name} (saved {saved[name].size}, here {tuple(tensor.shape)})"
             for name, tensor in wanted.items()
-            if name in saved and tuple(saved[name].size) != tuple(tensor.shape)
+            if name in saved and saved[name].size != tuple(tensor.shape)
         ],
         "of another dtype": [
-            f"{name} (saved {saved[name].properties.dtype}, here {tensor.dtype})"
+            f"{name} (saved {saved[name].dtype}, here {tensor.dtype})"
             for name, tensor in wanted.items()
-            if same_dtype and name in saved and saved[name].properties.dtype != tensor.dtype
+            if same_dtype and name in saved and saved[name].dtype != tensor.dtype
         ],
     }
     found = {kind: keys for kind, keys in faults.items() if keys}
@@ -207,49 +147,34 @@ def check_fit(
         raise ValueError(f"The checkpoint {directory} belongs to another model or other settings. {text}.")
 
 
-def read_into(directory: str, state: dict[str, Tensor], reader: FileSystemReader | None = None) -> None:
-    """Read tensors in place, each rank its own part; collective. Keys are those of the directory.
-
-    ``reader`` may be given to keep the directory's index between calls.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
-    error: BaseException | None = None
-    try:
-        with _without_notice():
-            dcp.load(dict(state), storage_reader=reader or FileSystemReader(directory), no_dist=world_size() == 1)
-    except FAILURES as caught:
-        error = caught
-    agree(error, f"reading {directory}")
-
-
-def load_model(directory: str, model: nn.Module, trainable_only: bool = False) -> None:
+def load_model(opened: SavedDirectory, model: nn.Module, trainable_only: bool = False) -> None:
     """Fill the model in place from a checkpoint of the same model, whatever its topology was; collective."""
-    with together(f"checking {directory}"):
+    with together(f"checking {opened.directory}"):
         wanted = model_tensors(model, trainable_only)
-        check_fit(directory, saved_shapes(read_metadata(directory), "model."), wanted)
-        unused.adopt(model, os.path.dirname(os.path.abspath(directory)))
-    read_into(directory, {f"model.{name}": tensor for name, tensor in wanted.items()})
+        check_fit(opened.directory, saved_tensors(opened, "model."), wanted)
+        unused.adopt(model, os.path.dirname(os.path.abspath(opened.directory)))
+    opened.read_into({f"model.{name}": tensor for name, tensor in wanted.items()})
 
 
-def load_optimizer(directory: str, facts_path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(
+    opened: SavedDirectory, facts_path: str, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     """Fill the optimizer's state in place, and its hyperparameters, from a checkpoint of any topology; collective.
 
     Raises:
         CheckpointError: another optimizer class, other parameters, or unreadable files; on every rank.
     """
-    with together(f"checking {directory}"):
+    with together(f"checking {opened.directory}"):
         facts = read_json(facts_path)
         _check_class(facts, optimizer, facts_path)
         _restore_groups(facts, model, optimizer, facts_path)
-        saved = saved_shapes(read_metadata(directory), "optim.")
+        saved = saved_tensors(opened, "optim.")
     reshard(model)
     get_optimizer_state_dict(model, optimizer)  # makes state tensors of the right placement; their values are replaced
-    with together(f"checking {directory}"):
+    with together(f"checking {opened.directory}"):
         wanted = _keep_saved(model, optimizer, saved, facts)
-        check_fit(directory, saved, wanted)
-    read_into(directory, {f"optim.{key}": tensor for key, tensor in wanted.items()})
+        check_fit(opened.directory, saved, wanted)
+    opened.read_into({f"optim.{key}": tensor for key, tensor in wanted.items()})
 
 
 def _check_class(facts: dict[str, Any], optimizer: torch.optim.Optimizer, path: str) -> None:

@@ -1,9 +1,8 @@
 """Loading: every rank reads its own slices of a checkpoint while ``from_pretrained`` builds the model.
 
     seam.py          the loader seam: shard on meta, then let Transformers read slices
-    source_map.py    which tensor goes where; conversions.py what may be done to a part of one
-    whole_sources.py conversions that slices would scramble; loading_check.py compares all with the files
     files.py         all files there and whole; headers.py compares them with the model
+    open_files.py    files are opened by who needs a part of them
     conversions.py   what a conversion may do on slices; source_map.py which tensor goes where
     whole_sources.py all other conversions, one at a time; loading_check.py compares with the files
     unused_keys.py   what the model class does not use

@@ -181,14 +181,15 @@ def source_regions(
         keys = conversion.sources[pattern]
         pieces = math.ceil(len(keys) / len(conversion.targets))
         for number, key in enumerate(keys):
+            if first_dim and 0 in region and not region[0][0] <= number % pieces < region[0][1]:
+                continue
             own = {dim - first_dim: rows for dim, rows in region.items() if dim >= first_dim}
             if joined in region:
                 size = sources[key][joined - first_dim]
                 start, stop = (min(max(row - before, 0), size) for row in region[joined])
                 own[joined - first_dim] = (start, stop)
                 before += 0 if first_dim else size
-            if not (first_dim and 0 in region) or region[0][0] <= number % pieces < region[0][1]:
-                parts[key] = own
+            parts[key] = own
         if joined in region and first_dim:
             before += sources[keys[0]][joined - first_dim]
     return parts

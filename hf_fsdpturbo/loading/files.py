@@ -9,7 +9,8 @@ from typing import Any
 
 from hf_fsdpturbo.checkpoint.commit import read_json
 from hf_fsdpturbo.checkpoint.hub import INDEX, SINGLE
-from hf_fsdpturbo.loading.headers import Headers
+from hf_fsdpturbo.loading.open_files import Headers
+from hf_fsdpturbo.ranks import FAILURES, from_node_leader, node, rank
 
 WHERE = ("revision", "subfolder", "cache_dir", "token")
 """Keywords of ``from_pretrained`` that say where its files are."""
@@ -37,6 +38,24 @@ def local_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tuple
         return None
     folder = os.path.join(path, from_pretrained_kwargs.get("subfolder") or "")
     return folder, {} if _other_format(from_pretrained_kwargs) else check_checkpoint_files(folder)
+
+
+def headers_of_node(
+    path: str, from_pretrained_kwargs: Mapping[str, Any]
+) -> tuple[BaseException | None, tuple[str, Headers] | None]:
+    """As :func:`local_headers`, read by one rank a node. Collective.
+
+    Returns:
+        what went wrong, to be raised where all ranks raise together; folder and headers.
+    """
+    fault: BaseException | None = None
+    found: tuple[str, Headers] | None = None
+    try:
+        if node()[1][0] == rank():
+            found = local_headers(path, from_pretrained_kwargs)
+    except FAILURES as caught:
+        fault = caught
+    return from_node_leader((fault, found))
 
 
 def cached_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tuple[str, Headers]:

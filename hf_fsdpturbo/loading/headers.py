@@ -10,13 +10,16 @@ import math
 import os
 from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from hf_fsdpturbo.loading.open_files import Headers, OpenFiles
+from hf_fsdpturbo.loading.source_map import SourceMap, map_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# file name -> key -> {"shape": [...], ...}, as safetensors writes it
-Headers = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,10 @@ class _Source:
 
 
 def check_headers(model: PreTrainedModel, directory: str, headers: Headers) -> list[str]:
-    """Compare what the files hold with what the (meta) model needs, by Transformers' own renaming and conversion.
-
-    Keys that the model does not know, and parameters that no key belongs to, are left to the loader's report: it knows
-    what may be missing.
+    """Compare what the files hold with what a (meta) model needs, by Transformers' own renaming and conversion.
 
     Args:
-        model: built, not yet sharded.
+        model: built, sharded or not.
         directory: of the checkpoint, for the messages.
         headers: of all its files.
 
@@ -43,33 +43,44 @@ def check_headers(model: PreTrainedModel, directory: str, headers: Headers) -> l
         keys that belong to no parameter or buffer of the model.
 
     Raises:
-        ValueError: a tensor of another shape, or an incomplete set of per-expert tensors; names file and key.
+        ValueError: as :func:`check_sources`.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    transforms = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    rules = [t for t in transforms if isinstance(t, WeightConverter)]  # two of them may have one pattern, scoped apart
-    converters = {pattern: rule for rule in rules for pattern in rule.source_patterns}
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    unknown: list[str] = []
-    stacked: dict[str, dict[str, list[_Source]]] = {}
-    for file, header in headers.items():
-        for key, entry in header.items():
-            source = _Source(os.path.join(directory, file), key, tuple(entry["shape"]))
-            name, pattern = rename_source_key(key, renamings, rules, model.base_model_prefix, wanted)
-            if name not in wanted and key in wanted:
-                name, pattern = key, None
-            if name in wanted and pattern is None:
-                _check_shape(source, name, wanted[name])
-            elif name in wanted and pattern is not None:
-                stacked.setdefault(name, {}).setdefault(pattern, []).append(source)
-            else:
-                unknown.append(key)
-    for name, sources in stacked.items():
-        _check_stack(name, wanted[name], sources, converters[next(iter(sources))])
-    return unknown
+    found = SourceMap()
+    rules = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model), dtype_plan=None)
+    map_sources(found, model, OpenFiles(directory, headers), rules)
+    check_sources(found, model, directory, headers)
+    return found.unknown
+
+
+def check_sources(found: SourceMap, model: nn.Module, directory: str, headers: Headers) -> None:
+    """Compare the shapes of what the files hold with those of what is made of them.
+
+    Keys that the model does not know, and parameters that no key belongs to, are left to the loader's report: it knows
+    what may be missing.
+
+    Args:
+        found: which source goes where.
+        model: built, sharded or not.
+        directory: of the checkpoint, for the messages.
+        headers: of all its files.
+
+    Raises:
+        ValueError: a tensor of another shape, or an incomplete set of per-expert tensors; names file and key.
+    """
+    files = {key: file for file, header in headers.items() for key in header}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    for name, conversion in found.conversions.items():
+        sources = {
+            pattern: [_Source(os.path.join(directory, files[key]), key, found.shapes[key]) for key in keys]
+            for pattern, keys in conversion.sources.items()
+        }
+        if conversion.converter is None:
+            for group in sources.values():
+                _check_shape(group[0], name, wanted[name])
+        else:
+            _check_stack(name, wanted[name], sources, conversion.converter)
 
 
 def _check_shape(source: _Source, name: str, wanted: tuple[int, ...]) -> None:

@@ -6,8 +6,6 @@ said to leave alone, and proves that first, on numbered elements. ``full`` conve
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_fsdpturbo.loading.conversions import Conversion, Region, Shape, free_dims, joined_dim, stacked
-from hf_fsdpturbo.loading.headers import Headers
+from hf_fsdpturbo.loading.open_files import OpenFiles
 from hf_fsdpturbo.loading.source_map import SourceMap
 from hf_fsdpturbo.loading.whole_sources import Target, convert, reader, region_shape, shapes, targets_of
 from hf_fsdpturbo.shards import Box, local_box, local_tensor
@@ -28,56 +26,27 @@ PROVEN_SIZE = 3
 """Size of a dim on which a conversion is shown to leave elements alone."""
 
 
-def check_loaded(model: nn.Module, found: SourceMap, folder: str, headers: Headers, mode: str) -> None:
+def check_loaded(model: nn.Module, found: SourceMap, sources: OpenFiles, mode: str) -> None:
     """Compare this rank's part of every loaded tensor with the files; nothing is communicated.
 
     Args:
         model: loaded, sharded or not.
         found: which source went where.
-        folder: of the checkpoint.
-        headers: of its safetensors files; none (another format): nothing is compared.
+        sources: the checkpoint's tensors; none (another format): nothing is compared.
         mode: ``sample``, ``full`` or ``off``.
 
     Raises:
         ValueError: a tensor differs; names tensor, conversion, file.
     """
-    if mode == "off" or not headers:
+    if mode == "off" or not sources:
         return
-    files = {key: file for file, header in headers.items() for key in header}
     proven: set[Any] = set()
-    with contextlib.ExitStack() as stack:
-        sources = _Sources(folder, files, stack)
-        for conversion in found.conversions.values():
-            _check_conversion(model, conversion, found, sources, mode, proven)
-
-
-class _Sources(Mapping[str, Any]):
-    """Slices of the checkpoint's files by key; a file is opened when it is first needed."""
-
-    def __init__(self, folder: str, files: Mapping[str, str], stack: contextlib.ExitStack) -> None:
-        self._folder, self._files, self._stack = folder, files, stack
-        self._open: dict[str, Any] = {}
-
-    def path(self, key: str) -> str:
-        return os.path.join(self._folder, self._files[key])
-
-    def __getitem__(self, key: str) -> Any:
-        from safetensors import safe_open
-
-        path = self.path(key)
-        if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-        return self._open[path].get_slice(key)
-
-    def __iter__(self) -> Any:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+    for conversion in found.conversions.values():
+        _check_conversion(model, conversion, found, sources, mode, proven)
 
 
 def _check_conversion(
-    model: nn.Module, conversion: Conversion, found: SourceMap, sources: _Sources, mode: str, proven: set[Any]
+    model: nn.Module, conversion: Conversion, found: SourceMap, sources: OpenFiles, mode: str, proven: set[Any]
 ) -> None:
     targets = targets_of(model, conversion)
     if not targets:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hf_fsdpturbo.loading.dtypes import keep_float32
-from hf_fsdpturbo.loading.files import cached_headers, local_headers
-from hf_fsdpturbo.loading.headers import Headers, check_headers
+from hf_fsdpturbo.loading.files import cached_headers, headers_of_node, local_headers
+from hf_fsdpturbo.loading.headers import check_headers, check_sources
 from hf_fsdpturbo.loading.heads import (
     FRESH_HEADS,
     draw_heads_whole,
@@ -21,6 +21,7 @@ from hf_fsdpturbo.loading.heads import (
 )
 from hf_fsdpturbo.loading.host_memory import freed_at_once
 from hf_fsdpturbo.loading.loading_check import check_loaded
+from hf_fsdpturbo.loading.open_files import Headers, OpenFiles, opened_on_demand
 from hf_fsdpturbo.loading.source_map import SourceMap
 from hf_fsdpturbo.loading.unused_keys import settle_unused
 from hf_fsdpturbo.loading.whole_sources import exact_conversions
@@ -85,27 +86,41 @@ def load_sharded(
     kwargs = dict(from_pretrained_kwargs)
     kwargs["device_map"] = None if device.type == "cpu" else {"": device}
     found = SourceMap()
-    unknown: list[str] = []
-    there: tuple[str, Headers] | None = None
+    fault, there = headers_of_node(path, from_pretrained_kwargs)
+    files: OpenFiles | None = None
 
     def shard_on_meta(model: nn.Module) -> nn.Module:
-        nonlocal there
+        nonlocal there, files
         there = there or cached_headers(path, from_pretrained_kwargs)
-        unknown.extend(check_headers(cast(Any, model), *there))
+        files = OpenFiles(*there)
         keep_float32(model)
         with same_random_state(device):
             model = shard(model)
         draw_heads_whole(model)
         return model
 
+    def check(model: nn.Module) -> None:
+        if files is not None and files.used:
+            check_sources(found, model, *cast(tuple[str, Headers], there))
+        elif files:
+            check_headers(cast(Any, model), *cast(tuple[str, Headers], there))
+
     with freed_at_once(), raised_on_every_rank(f"loading {path}"):
-        there = local_headers(path, from_pretrained_kwargs)
-        with sharding_during_load(shard_on_meta), exact_conversions(device, found):
+        if fault is not None:
+            raise fault
+        with (
+            sharding_during_load(shard_on_meta),
+            exact_conversions(device, found, check),
+            opened_on_demand(lambda: files or None),
+        ):
             model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
         fresh_heads = check_loading_info(path, info)
         own_storage(model)
-        if there is not None:
-            check_loaded(model, found, *there, check_loading)
+        if files is not None and there is not None:
+            check_loaded(model, found, files, check_loading)
+            files.close()
+            walked = files.used and found.conversions  # neither where rank 0 sends the weights
+            unknown = found.unknown if walked else check_headers(cast(Any, model), *there)
             settle_unused(path, model, *there, unknown, fresh_head=bool(fresh_heads), drop=drop_unused)
     initialise_as_usual(model)
     report_fresh_heads(path, fresh_heads)

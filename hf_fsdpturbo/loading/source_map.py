@@ -21,11 +21,13 @@ class SourceMap:
         conversions: by (first) target.
         dtypes: first target -> what its sources are converted to before anything else, as Transformers does.
         shapes: of every source that is used.
+        unknown: keys that belong to no parameter or buffer of the model.
     """
 
     conversions: dict[str, Conversion] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     shapes: dict[str, Shape] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
 
     def sources_of(self, conversion: Conversion) -> dict[str, Shape]:
         """Shapes of one conversion's sources."""
@@ -52,6 +54,8 @@ def map_sources(found: SourceMap, model: nn.Module, sources: Mapping[str, Any], 
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:
             name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name not in wanted:
+            found.unknown.append(key)
         if not isinstance(wanted.get(name), Tensor):
             continue  # the class has no place for it, or it is a module's extra state
         conversion = found.conversions.get(name)

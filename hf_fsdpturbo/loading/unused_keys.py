@@ -9,8 +9,8 @@ from typing import Any, cast
 from torch import nn
 
 from hf_fsdpturbo.checkpoint import unused
-from hf_fsdpturbo.loading.headers import Headers
 from hf_fsdpturbo.loading.heads import REPLACED_HEAD
+from hf_fsdpturbo.loading.open_files import Headers
 from hf_fsdpturbo.ranks import rank
 
 FEW = 6

@@ -1,9 +1,12 @@
 """Conversions that slices would scramble: read what they need of their sources, convert, then keep this rank's part.
 
-    Transformers' loader        renamed tensors, and conversions that are proven on slices (conversions.py)
+    Transformers' loader        renamed tensors, and joins that are proven on slices (conversions.py)
     here                        all others, one after the other: in memory is one of them beside the shards
 
-Sources are read along the dims that the conversion leaves alone in slices, whole along the others, on the CPU;
+Stacks of experts are done here too, on slices: Transformers' loader would walk, copy and slice every piece on every
+rank, and here a rank sees those of its own experts.
+
+Sources are read along the dims that the conversion leaves alone in slices, whole along the others, by a few threads;
 the operations are Transformers' own.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,9 +23,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdpturbo.loading.conversions import Conversion, Region, Shape, free_dims, runs_on_slices, source_regions
+from hf_fsdpturbo.loading.conversions import (
+    Conversion,
+    Region,
+    Shape,
+    free_dims,
+    runs_on_slices,
+    source_regions,
+    stacked,
+)
 from hf_fsdpturbo.loading.source_map import SourceMap, map_sources
 from hf_fsdpturbo.shards import like, local_box, local_tensor
+
+READERS = 4
+"""Threads that read, as many as Transformers' loader has."""
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]
 """``read(key, index)``: a part of one source, in the dtype in which it is converted, on the CPU."""
@@ -36,7 +51,9 @@ class Target:
 
 
 @contextlib.contextmanager
-def exact_conversions(device: torch.device, found: SourceMap) -> Iterator[None]:
+def exact_conversions(
+    device: torch.device, found: SourceMap, check: Callable[[nn.Module], None] = lambda model: None
+) -> Iterator[None]:
     """While open, ``from_pretrained`` fills sharded models with every rank's part of what a whole load gives.
 
     The function of Transformers that converts and loads is wrapped for the length of the context, in this process.
@@ -44,6 +61,7 @@ def exact_conversions(device: torch.device, found: SourceMap) -> Iterator[None]:
     Args:
         device: where shards live.
         found: filled with what is loaded from what.
+        check: called with the model once ``found`` is filled, before anything is read.
     """
     from transformers import core_model_loading, modeling_utils
 
@@ -54,13 +72,15 @@ def exact_conversions(device: torch.device, found: SourceMap) -> Iterator[None]:
         if load_config.hf_quantizer is not None:
             return own(model, state_dict, load_config, disk_offload_index)
         map_sources(found, model, state_dict, load_config)
+        check(model)
         apart = [c for c in found.conversions.values() if not _left_to_transformers(model, found, c)]
         taken = {key for conversion in apart for key in conversion.keys}
         rest = {key: source for key, source in state_dict.items() if key not in taken}
         info, index = own(model, rest, load_config, disk_offload_index)
-        for conversion in apart:
-            read = reader(state_dict, found.dtypes[conversion.name])
-            load_apart(model, conversion, found.sources_of(conversion), read, device, info)
+        with ThreadPoolExecutor(READERS, "read weights") as pool:
+            for conversion in apart:
+                read = reader(state_dict, found.dtypes[conversion.name], device if stacked(conversion) else None)
+                load_apart(model, conversion, found.sources_of(conversion), read, device, info, pool)
         return info, index
 
     modeling_utils.convert_and_load_state_dict_in_model = load
@@ -73,11 +93,11 @@ def exact_conversions(device: torch.device, found: SourceMap) -> Iterator[None]:
         core_model_loading._dtensor_from_local_like = as_shard
 
 
-def reader(sources: Mapping[str, Any], dtype: torch.dtype) -> Read:
-    """Reads from tensors or safetensors slices."""
+def reader(sources: Mapping[str, Any], dtype: torch.dtype, device: torch.device | None = None) -> Read:
+    """Reads from tensors or safetensors slices; to the CPU, or to a device."""
 
     def read(key: str, index: tuple[slice, ...]) -> Tensor:
-        return cast(Tensor, sources[key][index if index else ...]).to(dtype=dtype)
+        return cast(Tensor, sources[key][index if index else ...]).to(device=device, dtype=dtype)
 
     return read
 
@@ -105,6 +125,8 @@ def _left_to_transformers(model: nn.Module, found: SourceMap, conversion: Conver
     """Whether Transformers' loader gives this rank's part exactly: nothing is sharded, or the allow-list has it."""
     if conversion.converter is None:
         return True
+    if stacked(conversion):
+        return False  # see the top of this file
     targets = targets_of(model, conversion)
     sharded = {name: sharded_dims(tensor) for name, tensor in targets.items()}
     if not any(sharded.values()):
@@ -140,11 +162,13 @@ def load_apart(
     read: Read,
     device: torch.device,
     info: Any,
+    pool: ThreadPoolExecutor | None = None,
 ) -> None:
     """Convert one group of sources and set this rank's part of every target, as Transformers' loader sets it.
 
     Args:
         info: Transformers' ``LoadStateDictInfo``; what does not fit goes there.
+        pool: threads that read; without, each source is read when it is needed.
 
     Raises:
         ValueError: the conversion fails; names tensor, conversion, sources.
@@ -154,7 +178,7 @@ def load_apart(
     targets = targets_of(model, conversion)
     region = _own_region(conversion, sources, targets)
     wanted = {name: Target(tuple(tensor.shape), tensor.dtype) for name, tensor in targets.items()}
-    for name, part in convert(model, conversion, sources, wanted, read, region).items():
+    for name, part in convert(model, conversion, sources, wanted, read, region, pool).items():
         if name not in targets:
             info.unexpected_keys.add(name)
             continue
@@ -215,6 +239,7 @@ def convert(
     targets: Mapping[str, Target],
     read: Read,
     region: Region,
+    pool: ThreadPoolExecutor | None = None,
 ) -> dict[str, Tensor]:
     """A region of all targets by Transformers' own operations.
 
@@ -223,6 +248,7 @@ def convert(
         targets: shape and dtype of every target.
         read: reads a part of a source.
         region: along free dims only; empty for whole targets.
+        pool: threads that read; without, each source is read when it is needed.
 
     Raises:
         ValueError: an operation fails; names tensor, conversion, sources.
@@ -238,7 +264,8 @@ def convert(
                 index = tuple(slice(*parts[key].get(dim, (0, size))) for dim, size in enumerate(sources[key]))
                 if converter is None:
                     return {conversion.name: read(key, index)}
-                converter.add_tensor(conversion.name, key, pattern, _later(read, key, index))
+                later = _later(read, key, index) if pool is None else pool.submit(read, key, index)
+                converter.add_tensor(conversion.name, key, pattern, later)
     shown = {name: _empty(to, region, "meta") for name, to in targets.items()}
     try:
         made = converter.convert(conversion.name, model=_Shown(model, shown), config=model.config)

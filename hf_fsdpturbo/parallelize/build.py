@@ -172,7 +172,7 @@ def _filled(model: Any, config: FSDPTurboArguments, use_dcp_path: bool) -> Any:
     """The model with the weights of ``dcp_path``, where there is one."""
     dcp_path = config.fsdpturbo_params.dcp_path
     if dcp_path is not None and use_dcp_path:
-        load_dcp(model, dcp_path)
+        load_dcp(model, dcp_path, config.verify_checkpoint)
     return model
 
 

@@ -74,10 +74,11 @@ class FSDPTurboTrainerMixin:
         behind = type(self).__mro__[type(self).__mro__.index(FSDPTurboTrainerMixin) + 1 :]
         set_up = SetUp(type(self), GivenArguments(super().__init__, behind, args, kwargs))
         self.parallel_state = set_up.parallel_state
-        self._batches = SharedBatches(set_up.topology.cp_size, set_up.topology.dp_size)
+        cp_size, dp_size = set_up.topology.cp_size, set_up.topology.dp_size
+        self._batches, self._scale = SharedBatches(cp_size, dp_size), LossScale(self, dp_size)
         self._saving, self._norm = saving.Saving(self), StepNorm(self)
-        self._scale = LossScale(self, set_up.topology.dp_size)
         self._finite = NonFinite(self, set_up.config.on_nonfinite)
+        self._opened: Any = None  # shards of the checkpoint that is being resumed
         self.sharding_report = set_up.shard_models()
         with set_up.parent_arguments() as given:
             super().__init__(*given.args, **given.kwargs)
@@ -276,15 +277,15 @@ class FSDPTurboTrainerMixin:
         resuming.load_adapter(self.model, directory)
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
-        found = super()._init_training_state(*args)  # type: ignore[misc]
-        return resuming.place_in_stream(self, args[3], found)
+        return resuming.place_in_stream(self, args[3], super()._init_training_state(*args))  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        resuming.load_model(self, resume_from_checkpoint)
+        self._opened = resuming.load_model(self, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            resuming.load_training_state(self, checkpoint)
+            opened, self._opened = self._opened, None
+            resuming.load_training_state(self, checkpoint, opened)
 
     def _load_best_model(self) -> None:
         self._saving.finish()

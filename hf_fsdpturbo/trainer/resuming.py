@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers.trainer_utils import has_length
 
-from hf_fsdpturbo.checkpoint import commit, dcp, facts, scheduler
+from hf_fsdpturbo.checkpoint import commit, dcp, facts, intact, scheduler
+from hf_fsdpturbo.checkpoint.dcp_read import SavedDirectory
 from hf_fsdpturbo.lora import adapter_files
 from hf_fsdpturbo.parallelize.reload import reload_weights
 from hf_fsdpturbo.ranks import from_rank0, rank, together
@@ -36,15 +37,19 @@ def newest_checkpoint(run_dir: str) -> str:
     return newest
 
 
-def load_model(trainer: Any, checkpoint: str) -> None:
+def load_model(trainer: Any, checkpoint: str) -> SavedDirectory:
     """Check a checkpoint, then fill the trainer's model in place, whatever topology wrote it. Collective.
+
+    Returns:
+        the opened shards, for :func:`load_training_state`: their index is read once.
 
     Raises:
         ValueError: not finished, without shards, or of another model; on every rank.
     """
     model, adapted = trainer.model, adapter_files.is_peft(trainer.model)
     directory = os.path.join(checkpoint, dcp.DCP_DIR)
-    fault = commit.fault_in(checkpoint)
+    verify = trainer.args.verify_checkpoint
+    fault = intact.fault_in(checkpoint, verify)
     with together("resuming"):
         if fault is not None:
             raise fault
@@ -64,7 +69,11 @@ def load_model(trainer: Any, checkpoint: str) -> None:
             f"{sizes_of(trainer) or 'one process'}. Dropout draws differ from the uninterrupted run's.",
             flush=True,
         )
-    dcp.load_model(directory, model, adapted)
+    opened = SavedDirectory(directory, verify)
+    if rank() == 0 and verify and not opened.proven:
+        print(f"[hf_fsdpturbo] {checkpoint} was written without checksums: none are compared.", flush=True)
+    dcp.load_model(opened, model, adapted)
+    return opened
 
 
 def place_in_stream(trainer: Any, checkpoint: str | None, found: tuple[int, int]) -> tuple[int, int]:
@@ -85,15 +94,22 @@ def place_in_stream(trainer: Any, checkpoint: str | None, found: tuple[int, int]
     return int(epochs), skipped
 
 
-def load_training_state(trainer: Any, checkpoint: str) -> None:
+def load_training_state(trainer: Any, checkpoint: str, opened: SavedDirectory | None) -> None:
     """Fill optimizer and scheduler. Collective.
+
+    Args:
+        trainer: read and filled.
+        checkpoint: the directory.
+        opened: its shards, where they are open.
 
     Raises:
         CheckpointError: another optimizer class, other parameters, or unreadable files; on every rank.
     """
-    directory, described = os.path.join(checkpoint, dcp.DCP_DIR), os.path.join(checkpoint, dcp.OPTIMIZER_JSON)
+    if opened is None:
+        opened = SavedDirectory(os.path.join(checkpoint, dcp.DCP_DIR), trainer.args.verify_checkpoint)
+    described = os.path.join(checkpoint, dcp.OPTIMIZER_JSON)
     optimizer = dcp.unwrap_optimizer(trainer.optimizer)
-    dcp.load_optimizer(directory, described, trainer.model, optimizer)
+    dcp.load_optimizer(opened, described, trainer.model, optimizer)
     with together(f"reading {SCHEDULER}"):
         state = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
         groups = commit.read_json(described)["groups"]
@@ -116,13 +132,14 @@ def load_adapter(model: Any, directory: str) -> None:
 def load_best_model(trainer: Any) -> None:
     """Fill the model from the best checkpoint, which may hold shards, Hub weights or an adapter. Collective."""
     best, adapted = trainer.state.best_model_checkpoint, adapter_files.is_peft(trainer.model)
-    fault = commit.fault_in(best)
+    verify = trainer.args.verify_checkpoint
+    fault = intact.fault_in(best, verify)
     with together("load_best_model_at_end"):
         if fault is not None:
             raise fault
     directory = os.path.join(best, dcp.DCP_DIR)
     if os.path.isdir(directory):
-        dcp.load_model(directory, trainer.model, adapted)
+        dcp.load_model(SavedDirectory(directory, verify), trainer.model, adapted)
     elif adapted:
         with together(f"reading {best}"):
             adapter_files.load_adapter(trainer.model, best)

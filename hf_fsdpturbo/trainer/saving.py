@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_fsdpturbo.checkpoint import commit, dcp, facts, unused
+from hf_fsdpturbo.checkpoint import commit, dcp, dcp_save, facts, unused
 from hf_fsdpturbo.checkpoint.background import BackgroundSave
 from hf_fsdpturbo.checkpoint.hub import export_model
 from hf_fsdpturbo.checkpoint.writer import Writer
@@ -207,7 +207,7 @@ class Saving:
             timeout = timedelta(seconds=trainer.args.ddp_timeout)  # dist_timeout has set it
             self.background = BackgroundSave(state, directory, timeout)
         else:
-            dcp.save(state, directory)
+            dcp_save.save(state, directory)
 
     # Saves in the background
 
@@ -224,7 +224,7 @@ class Saving:
         """
         background, self.background = self.background, None
         if background is not None:
-            background.wait()
+            background.wait(leaving=True)
 
     # Uploads
 

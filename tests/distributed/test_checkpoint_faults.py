@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdpturbo.checkpoint import commit
+from hf_fsdpturbo.checkpoint import commit, intact
 from hf_fsdpturbo.ranks import CheckpointError
 from tests.support.reference_run import Run, build_trainer
 from tests.support.spawn import RankError, run_ranks
@@ -75,7 +76,7 @@ def test_killed_during_a_save(tmp_path, async_save):
         steps = finished(directory)
         assert 1 in steps, (moment, victims, sorted(os.listdir(directory)))
         for step in steps:
-            commit.verify(str(directory / f"checkpoint-{step}"))
+            intact.check(str(directory / f"checkpoint-{step}"))
         newest.add(steps[-1])
         if attempt in (2, 5):
             results = run_ranks(train, 2, run, str(directory), True, timeout=60)
@@ -92,7 +93,7 @@ def test_killed_at_every_stage(tmp_path):
         with pytest.raises(RankError):
             run_ranks(die_at, 2, run, str(directory), stage, timeout=30)
         assert finished(directory) == survivors, stage
-        commit.verify(str(directory / f"checkpoint-{survivors[-1]}"))
+        intact.check(str(directory / f"checkpoint-{survivors[-1]}"))
         resumed = run_ranks(resume_only, 2, run, str(directory), timeout=60)
         assert resumed[0][0] == survivors[-1], stage
         if stage != "rotation":
@@ -100,7 +101,7 @@ def test_killed_at_every_stage(tmp_path):
 
 
 STAGES = {
-    "dcp.save": [1],
+    "dcp_save.save": [1],
     "write_json": [1],
     "rename": [1],
     "rotation": [1, 2],
@@ -109,7 +110,7 @@ STAGES = {
 
 def die_at(run: Run, output_dir: str, stage: str) -> None:
     """Rank function: rank 0 dies during the save of step 2, at the named stage."""
-    from hf_fsdpturbo.checkpoint import dcp
+    from hf_fsdpturbo.checkpoint import dcp_save
 
     trainer = build_trainer(run, turbo=True, output_dir=output_dir)
 
@@ -123,8 +124,8 @@ def die_at(run: Run, output_dir: str, stage: str) -> None:
 
         setattr(owner, name, dies)
 
-    if stage == "dcp.save":
-        deadly(dcp, "save")
+    if stage == "dcp_save.save":
+        deadly(dcp_save, "save")
     elif stage == "write_json":
         deadly(commit, "write_json", lambda path, *rest: path.endswith(commit.COMPLETE))
     elif stage == "rename":
@@ -205,9 +206,7 @@ def fill_disk(trainer, step: int) -> None:
     """Rank 1 runs out of space from one step on: every write of a shard or weight file fails, as the kernel says."""
     import errno
 
-    from torch.distributed.checkpoint import filesystem
-
-    from hf_fsdpturbo.checkpoint import hub
+    from hf_fsdpturbo.checkpoint import hub, shard_file
 
     def failing(original):
         def write(*args, **kwargs):
@@ -217,7 +216,7 @@ def fill_disk(trainer, step: int) -> None:
 
         return write
 
-    filesystem._write_item = failing(filesystem._write_item)
+    shard_file._write_chunk = failing(shard_file._write_chunk)
     hub._write_all = failing(hub._write_all)
 
 
@@ -231,7 +230,7 @@ def test_disk_full_on_one_rank(tmp_path, save_only_model):
         assert "on rank 1 of 2" in text
         assert "No space left on device" in text
     assert finished(directory) == [1, 2]
-    commit.verify(str(directory / "checkpoint-2"))
+    intact.check(str(directory / "checkpoint-2"))
     assert not (directory / commit.STAGING).exists(), "a full disk needs the space back"
 
 
@@ -242,7 +241,7 @@ def test_disk_really_full(tmp_path, small_disk):
         assert kind == "CheckpointError", results
         assert "space" in text or "writing" in text, text
     assert len(finished(small_disk)) >= 1
-    commit.verify(str(small_disk / f"checkpoint-{finished(small_disk)[-1]}"))
+    intact.check(str(small_disk / f"checkpoint-{finished(small_disk)[-1]}"))
 
 
 def test_output_cannot_be_written(tmp_path):
@@ -282,15 +281,62 @@ def damage_marker(checkpoint: Path) -> str:
 def damage_index(checkpoint: Path) -> str:
     path = checkpoint / "dcp" / ".metadata"
     path.write_bytes(b"x" * path.stat().st_size)
-    return ".metadata cannot be read"
+    return ".metadata is not the one that was written"
 
 
 def damage_shape(checkpoint: Path) -> str:
-    """The marker of the checkpoint claims the model's type; only the shards tell."""
-    path = checkpoint / "topology.json"
-    facts = json.loads(path.read_text())
+    """Of another model, with a marker that agrees."""
+    path, marker = checkpoint / "topology.json", checkpoint / commit.COMPLETE
+    facts, marked = json.loads(path.read_text()), json.loads(marker.read_text())
     path.write_text(json.dumps({**facts, "num_experts": 4}))
+    marked["hashes"]["topology.json"] = commit.checksum_of(str(path))
+    marker.write_text(json.dumps(marked))
     return "num_experts=4"
+
+
+def damage_shard(checkpoint: Path) -> str:
+    """One bit of what only rank 1 reads."""
+    path = checkpoint / "dcp" / "__1_0.distcp"
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+    return "failed on rank 1 of 2: .*__1_0.distcp is damaged"
+
+
+def damage_random_state(checkpoint: Path) -> str:
+    """One bit of rank 1's: it alone compares it."""
+    path = checkpoint / "rng_state_1.pth"
+    whole = bytearray(path.read_bytes())
+    whole[-1000] ^= 1
+    path.write_bytes(whole)
+    return "failed on rank 1 of 2: .*rng_state_1.pth is not what was written"
+
+
+class Mark:
+    """Its pickle makes a folder."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def damage_code(checkpoint: Path) -> str:
+    """An index that makes a folder when it is unpickled, of the size that the marker has; nothing proves it."""
+    write_as_earlier_releases(checkpoint)
+    path = checkpoint / "dcp" / ".metadata"
+    code = pickle.dumps(Mark(str(checkpoint / "mark")))
+    path.write_bytes(code + b"x" * (path.stat().st_size - len(code)))
+    return "names posix.mkdir, which is no part of an index"
+
+
+def write_as_earlier_releases(checkpoint: Path) -> None:
+    """Without checksums."""
+    marker = json.loads((checkpoint / commit.COMPLETE).read_text())
+    del marker["hashes"], marker["files"]["dcp/shards.json"]
+    (checkpoint / commit.COMPLETE).write_text(json.dumps(marker))
+    (checkpoint / "dcp" / "shards.json").unlink()
 
 
 def try_resume(run: Run, checkpoints: list[str]) -> list[str]:
@@ -313,6 +359,7 @@ def test_damage_is_named_on_every_rank(tmp_path):
     run_ranks(train, 2, run, str(tmp_path / "run"), timeout=60)
     whole, expected, copies = tmp_path / "run" / "checkpoint-1", [], []
     kinds = [damage_missing, damage_truncated, damage_unmarked, damage_marker, damage_index, damage_shape]
+    kinds += [damage_shard, damage_random_state, damage_code]
     for damage in kinds:
         copy = tmp_path / damage.__name__
         shutil.copytree(whole, copy)
@@ -321,6 +368,7 @@ def test_damage_is_named_on_every_rank(tmp_path):
     for errors in run_ranks(try_resume, 2, run, copies, timeout=90):
         for pattern, text in zip(expected, errors, strict=True):
             assert re.search(pattern, text), (pattern, text)
+    assert not list(tmp_path.glob("*/mark")), "code of a checkpoint ran"
 
 
 def disagree(path: str) -> str:

@@ -197,11 +197,14 @@ def test_the_checks_can_fail(tmp_path):
     uninterrupted = EP2.train(run, tmp_path / "a")
     checkpoint = tmp_path / "a" / "checkpoint-3"
     for rank in range(2):
-        # rank files swapped: same sizes, so the checkpoint counts as whole, but other draws
+        # rank files swapped: same sizes, other checksums, other draws
         (checkpoint / f"rng_state_{rank}.pth").rename(checkpoint / f"swap{rank}")
     for rank in range(2):
         (checkpoint / f"swap{rank}").rename(checkpoint / f"rng_state_{1 - rank}.pth")
-    resumed = EP2.train(run, tmp_path / "b", resume=str(checkpoint))
+    with pytest.raises(RankError, match=r"rng_state_0.pth is not what was written"):
+        EP2.train(run, tmp_path / "b", resume=str(checkpoint))
+    unasked = Layout(2, {"ep_size": 2, "verify_checkpoint": False})
+    resumed = unasked.train(unasked.run(model), tmp_path / "b", resume=str(checkpoint))
     assert not bit_equal(uninterrupted[0].at_save[3], resumed[0].loaded)
     with pytest.raises(AssertionError):
         check_continues(uninterrupted, resumed, 3, exact=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_fsdpturbo import export
-from hf_fsdpturbo.checkpoint import commit
+from hf_fsdpturbo.checkpoint import intact
 from tests.support.reference_run import Run, build_trainer, whole_parameters
 from tests.support.spawn import RankError, run_plain, run_ranks
 from tests.support.tiny_models import save_tiny, texts
@@ -73,7 +73,7 @@ def test_best_model_and_limit(tmp_path, weights_only, world):
     assert (directory / "checkpoint-4" / "model.safetensors").exists() == weights_only
     assert (directory / "checkpoint-4" / "dcp").exists() != weights_only
     for name in names(directory):
-        commit.verify(str(directory / name))
+        intact.check(str(directory / name))
 
 
 def test_strategy_best_keeps_the_best(tmp_path):
@@ -172,7 +172,7 @@ def test_async_saves_are_the_same_and_whole(tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert names(tmp_path / "async") == names(tmp_path / "sync") == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
     for name in names(tmp_path / "async"):
-        commit.verify(str(tmp_path / "async" / name))
+        intact.check(str(tmp_path / "async" / name))
     for mode in ("sync", "async"):
         export.export_checkpoint(str(tmp_path / mode / "checkpoint-3"), str(tmp_path / f"{mode}-hub"), 10**9)
     sync, later = tensors_of(tmp_path / "sync-hub"), tensors_of(tmp_path / "async-hub")
@@ -199,7 +199,7 @@ def test_async_failure_reaches_every_rank(tmp_path):
         assert "background" in text
         assert "No space left" in text
     assert names(tmp_path / "run") == ["checkpoint-1", "_saving"][:1] or "checkpoint-1" in names(tmp_path / "run")
-    commit.verify(str(tmp_path / "run" / "checkpoint-1"))
+    intact.check(str(tmp_path / "run" / "checkpoint-1"))
 
 
 # First weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,11 @@ def load_all(paths: dict[tuple[str, str], str]) -> dict:
     from tests.support.spawn import init_gloo
 
     init_gloo()
-    result = {}
+    result: dict = {"counts": {}}
     for (layout, family), path in paths.items():
-        model = load(path, fresh_state(4, **LAYOUTS[layout][0]))
+        with pytest.MonkeyPatch.context() as patches:
+            result["counts"][layout, family] = count_files(patches)
+            model = load(path, fresh_state(4, **LAYOUTS[layout][0]))
         stored = {}
         for name, parameter in model.named_parameters():
             local = parameter.to_local()
@@ -62,6 +65,31 @@ def load_all(paths: dict[tuple[str, str], str]) -> dict:
     return result
 
 
+def count_files(patches: pytest.MonkeyPatch) -> dict[str, Counter[str]]:
+    """Openings of weight files and headers read, by file, and keys that are renamed; counted from now on."""
+    import safetensors
+    from transformers import core_model_loading, modeling_utils
+
+    from hf_fsdpturbo.loading import files
+
+    counts: dict[str, Counter[str]] = {"opened": Counter(), "headers": Counter(), "walked": Counter()}
+
+    def counted(what: str, function):
+        def call(first, *args, **kwargs):
+            counts[what][Path(first).name] += 1
+            return function(first, *args, **kwargs)
+
+        return call
+
+    opened = counted("opened", safetensors.safe_open)
+    for owner in (safetensors, modeling_utils):
+        patches.setattr(owner, "safe_open", opened)
+    patches.setattr(files, "safetensors_header", counted("headers", files.safetensors_header))
+    walk = counted("walked", core_model_loading.rename_source_key)
+    patches.setattr(core_model_loading, "rename_source_key", walk)
+    return counts
+
+
 CASES = [
     *((layout, "qwen3_moe") for layout in LAYOUTS),
     *(("ep2_efsdp2", family) for family in FAMILIES if family != "qwen3_moe"),
@@ -69,12 +97,37 @@ CASES = [
 ]
 
 
+COUNTED = ("ep4", "qwen3_moe")
+
+
+def one_file_an_expert(source: str, folder: Path) -> str:
+    """The same checkpoint with the tensors of each expert number in a file of their own."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    weight_map, files = {}, {}
+    for path in Path(source).glob("*.safetensors"):
+        for key, tensor in load_file(path).items():
+            file = f"model-{key.split('.')[5] if '.experts.' in key else 'rest'}.safetensors"
+            weight_map[key] = file
+            files.setdefault(file, {})[key] = tensor
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
-def loaded(tiny) -> list[dict]:
+def counted(tiny, tmp_path_factory) -> str:
+    source = tiny(COUNTED[1], num_experts=8, max_shard_size="20KB")
+    return one_file_an_expert(source, tmp_path_factory.mktemp("counted") / "model")
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny, counted) -> list[dict]:
     experts = {layout: number for layout, (_, number) in LAYOUTS.items()}
     paths = {
         (layout, family): tiny(family, num_experts=experts[layout], max_shard_size="20KB") for layout, family in CASES
     }
+    paths[COUNTED] = counted
     return run_ranks(load_all, 4, paths, timeout=150)
 
 
@@ -106,6 +159,20 @@ def test_no_rank_holds_more_than_its_share(loaded, layout: str, family: str):
         assert sum(locals_) == total * copies, name
         # FSDP pads an uneven dim 0 to the largest shard
         assert max(storages) <= max(locals_), name
+
+
+def test_a_rank_opens_the_files_of_its_own_slices(loaded, counted):
+    """One rank of the node reads the headers; a file is opened once for data; a key of a stack is renamed once."""
+    index = json.loads(Path(counted, "model.safetensors.index.json").read_text())["weight_map"]
+    for rank, found in enumerate(loaded):
+        counts = found["counts"][COUNTED]
+        assert set(counts["headers"].values()) == ({1} if rank == 0 else set())
+        assert set(counts["headers"]) == (set(index.values()) if rank == 0 else set())
+        own = {"model-rest.safetensors", *(f"model-{expert}.safetensors" for expert in (2 * rank, 2 * rank + 1))}
+        data = counts["opened"] - counts["headers"]
+        assert data == dict.fromkeys(own, 1)
+        assert counts["walked"].keys() == index.keys()
+        assert {count for key, count in counts["walked"].items() if ".experts." in key} == {1}
 
 
 def load_variants(paths: dict[str, str]) -> dict:

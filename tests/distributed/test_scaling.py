@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import shutil
 import threading
 from collections import Counter
@@ -11,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdpturbo.checkpoint import commit, dcp
+from hf_fsdpturbo.checkpoint import commit, dcp_save, intact
+from hf_fsdpturbo.checkpoint.dcp_read import SavedDirectory
 from hf_fsdpturbo.ranks import CheckpointError, together
+from hf_fsdpturbo.shards import local_tensor
 from tests.distributed.test_scale_check import FAULTS
 from tests.support.spawn import init_gloo, run_plain, run_ranks
 
@@ -90,7 +94,7 @@ def look(directories: dict[str, list[str]]) -> dict[str, tuple[int, str]]:
     found = {}
     for case, by_rank in directories.items():
         text = ""
-        fault = commit.fault_in(by_rank[dist.get_rank()])
+        fault = intact.fault_in(by_rank[dist.get_rank()])
         asked_here = asked[case]
         try:
             with together("resuming"):
@@ -130,29 +134,150 @@ def test_one_rank_looks_at_all_files(tmp_path):
         assert found["own"][1].startswith("resuming failed on rank 2 of 4: " + own)
 
 
-def read_own_copy(directory: str) -> str:
-    """Rank function: shards are written together; then the copy on rank 1's disk loses the end of one."""
+def write_and_read(directory: str) -> dict:
+    """Rank function on two "nodes" of two ranks: what is written, opened and refused, by case."""
+    import socket
+
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     init_gloo()
     rank, shards = dist.get_rank(), os.path.join(directory, "dcp")
-    mesh = init_device_mesh("cpu", (4,))
-    dcp.save({"weight": distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0)])}, shards)
+    socket.gethostname = lambda: f"node{rank // 2}"
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(64.0).view(8, 8)
+    placed = {"sharded": [Shard(0), Shard(0)], "hybrid": [Replicate(), Shard(0)], "dim 1": [Shard(1), Replicate()]}
+    state = {
+        f"{kind} {i}": distribute_tensor(whole + i, mesh, placements)
+        for kind, placements in placed.items()
+        for i in range(8)
+    }
+    state |= {"odd": distribute_tensor(whole[:3], mesh, [Shard(0), Shard(1)]), "plain": whole.clone()}
+    return {
+        "hybrid": save_and_count(state, shards),
+        "background": save_in_background(state, os.path.join(directory, "later")),
+        "own copy": read_own_copy(shards, os.path.join(directory, "other"), whole, state),
+    }
+
+
+def save_and_count(state: dict, shards: str) -> dict:
+    """What this rank wrote, and what it opened to read it back: twice, as a resume does."""
+    import torch.distributed as dist
+
+    from hf_fsdpturbo.checkpoint import dcp_read
+    from hf_fsdpturbo.checkpoint.shard_file import ShardFile
+    from hf_fsdpturbo.ranks import everyone
+
+    gathered: list[int] = []
+    gather = dist.all_gather_object
+    dist.all_gather_object = lambda *a, **k: gathered.append(len(pickle.dumps(a[1]))) or gather(*a, **k)
+    dcp_save.save(state, shards)
+    dist.all_gather_object = gather
+    with ShardFile(os.path.join(shards, f"__{dist.get_rank()}_0.distcp")) as file:
+        chunks = file.trailer(json.loads(Path(shards, "shards.json").read_text())["save_id"], None)
+    written = [chunk.part.key for chunk in chunks]
+    everyone(None)  # all have written before counting begins
+    seen: Counter[str] = Counter()
+    read, enter = dcp_read.read_index, ShardFile.__enter__
+    dcp_read.read_index = lambda *a: seen.update(["index"]) or read(*a)
+    ShardFile.__enter__ = lambda self: seen.update([os.path.basename(self.path)]) or enter(self)
+    opened = SavedDirectory(shards)
+    back = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    opened.read_into(dict(list(back.items())[:9]))
+    opened.read_into(dict(list(back.items())[9:]))
+    dcp_read.read_index, ShardFile.__enter__ = read, enter
+    return {
+        "written": written,
+        "gathered": max(gathered),
+        "opened": dict(seen),
+        "equal": all(torch.equal(local_tensor(back[key]), local_tensor(tensor)) for key, tensor in state.items()),
+        "elements": sum(int(torch.Size(chunk.part.box.shape).numel()) for chunk in chunks),
+    }
+
+
+def save_in_background(state: dict, shards: str) -> dict:
+    """Groups that a background save makes; then one that fails on rank 1 alone."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from benchmarks.simulated_ranks import counted_new_groups
+    from hf_fsdpturbo.checkpoint import shard_file
+    from hf_fsdpturbo.checkpoint.background import BackgroundSave
+    from hf_fsdpturbo.ranks import agree
+
+    committed = []
+    with counted_new_groups() as made:
+        save = BackgroundSave(state, shards, timedelta(seconds=30))
+        for tensor in state.values():
+            tensor.zero_()  # training goes on
+        save.then(lambda: committed.append(sorted(os.listdir(shards))))
+        agree(save.wait(), "saving in the background")
+    back = torch.zeros(8, 8)
+    SavedDirectory(shards).read_into({"sharded 3": back})
+    if dist.get_rank() == 1:
+        shard_file._write_chunk = None
+    failing = BackgroundSave(state, shards + " failing", timedelta(seconds=30))
+    failing.then(lambda: committed.append("the failed one"))
+    try:
+        agree(failing.wait(), "saving in the background")
+        said = ""
+    except CheckpointError as error:
+        said = str(error)
+    equal = torch.equal(back, torch.arange(64.0).view(8, 8) + 3)
+    return {"groups": made, "committed": committed, "equal": equal, "said": said}
+
+
+def read_own_copy(shards: str, other: str, whole: torch.Tensor, state: dict) -> str:
+    """The copy on rank 1's disk loses the end of one file; what is said."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
     if rank == 1:
-        shutil.copytree(shards, os.path.join(directory, "other"))
-        with open(os.path.join(directory, "other", "__3_0.distcp"), "r+b") as file:
+        shutil.copytree(shards, other)
+        with open(os.path.join(other, "__3_0.distcp"), "r+b") as file:
             file.truncate(100)
     try:
-        dcp.read_into(os.path.join(directory, "other") if rank == 1 else shards, {"weight": torch.zeros(8, 8)})
+        opened = SavedDirectory(other if rank == 1 else shards)
+        opened.read_into({"sharded 0": torch.zeros(8, 8)})
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-def test_damage_on_another_node_s_disk_is_seen_by_who_reads_it(tmp_path):
-    """Rank 0, which looked, has whole files; the failure of the rank that reads is raised on all."""
-    for text in run_ranks(read_own_copy, 4, str(tmp_path)):
-        assert text.startswith("reading ")
-        assert " failed on rank 1 of 4: " in text
+def test_a_checkpoint_is_written_once_and_read_by_who_needs_it(tmp_path):
+    """Four ranks on two nodes: no plan is gathered, replicas share the writing, a node reads the index once.
+
+    A rank opens its own file and those of the ranks that wrote what it holds alike: here up to two, and rank 0's.
+    """
+    ranks = run_ranks(write_and_read, 4, str(tmp_path))
+    hybrid = [found["hybrid"] for found in ranks]
+    assert all(found["equal"] for found in hybrid)
+    whole = 24 * 64 + 24 + 64  # elements of the state, once
+    assert sum(found["elements"] for found in hybrid) == whole
+    assert all(100 < found["elements"] < whole / 2 for found in hybrid), "all take part"
+    assert ["plain" in found["written"] for found in hybrid] == [True, False, False, False]
+    assert max(found["gathered"] for found in hybrid) < 300, "digests, not plans"
+    assert [found["opened"].pop("index", 0) for found in hybrid] == [1, 0, 1, 0]
+    for rank, found in enumerate(hybrid):
+        twin, wide = (rank + 2) % 4, rank ^ 1  # who holds the same of "hybrid", and of "dim 1"
+        assert set(found["opened"]) == {f"__{index}_0.distcp" for index in {rank, twin, wide, 0}}
+        assert max(found["opened"].values()) <= 2, "once a reading"
+
+
+    check_background(ranks)
+
+
+def check_background(ranks: list[dict]) -> None:
+    """Ranks say in the store that they have written; one that could not is raised on all, and nothing is committed."""
+    background = [found["background"] for found in ranks]
+    assert [found["groups"] for found in background] == [[]] * 4
+    files = [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "shards.json"]
+    assert [found["committed"] for found in background] == [[files], [], [], []]
+    assert all(found["equal"] for found in background), "the state at the time of the call"
+    for found in background:
+        assert found["said"].startswith("saving in the background failed on rank 1 of 4: ")
+    for found in ranks:  # rank 0, which looked, has whole files
+        assert found["own copy"].startswith("reading ")
+        assert " failed on rank 1 of 4: " in found["own copy"]

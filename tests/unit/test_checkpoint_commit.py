@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
 from torch import nn
 
-from hf_fsdpturbo.checkpoint import commit, dcp, scheduler
+from hf_fsdpturbo.checkpoint import commit, dcp, dcp_save, intact, scheduler
+from hf_fsdpturbo.checkpoint.dcp_read import SavedDirectory
 from hf_fsdpturbo.ranks import CheckpointError, together
 
 
@@ -40,7 +42,7 @@ def test_replacing_a_checkpoint(tmp_path):
     path = make(tmp_path, 3, "new")
     assert open(os.path.join(path, "weights.pt")).read() == "new"
     assert os.listdir(tmp_path) == ["checkpoint-3"]
-    commit.verify(path)
+    intact.check(path)
 
 
 def test_transformers_agrees_on_what_is_there(tmp_path):
@@ -122,7 +124,7 @@ def small(groups: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_optimizer_follows_parameters_into_other_groups(tmp_path, before, after):
     model, optimizer = small(before)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    dcp.save(dcp.gather_state(model, optimizer), str(tmp_path / "dcp"))
+    dcp_save.save(dcp.gather_state(model, optimizer), str(tmp_path / "dcp"))
     dcp.write_optimizer_json(model, optimizer, str(tmp_path))
 
     other_model, other = small(after)
@@ -130,8 +132,8 @@ def test_optimizer_follows_parameters_into_other_groups(tmp_path, before, after)
     with torch.no_grad():
         other_model[0].weight.zero_()
     other_schedule = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 1 / (1 + step))
-    dcp.load_model(str(tmp_path / "dcp"), other_model)
-    dcp.load_optimizer(str(tmp_path / "dcp"), str(tmp_path / "optimizer.json"), other_model, other)
+    dcp.load_model(SavedDirectory(str(tmp_path / "dcp")), other_model)
+    dcp.load_optimizer(SavedDirectory(str(tmp_path / "dcp")), str(tmp_path / "optimizer.json"), other_model, other)
     groups = dcp.optimizer_facts(model, optimizer)["groups"]
     state = schedule.state_dict()
     followed = scheduler.follow_groups(state, len(groups), scheduler.group_sources(groups, other_model, other))
@@ -146,30 +148,30 @@ def test_optimizer_follows_parameters_into_other_groups(tmp_path, before, after)
 def test_a_parameter_without_state_has_none_after(tmp_path):
     model, optimizer = small(1)
     del optimizer.state[model[1].bias]
-    dcp.save(dcp.gather_state(model, optimizer), str(tmp_path / "dcp"))
+    dcp_save.save(dcp.gather_state(model, optimizer), str(tmp_path / "dcp"))
     dcp.write_optimizer_json(model, optimizer, str(tmp_path))
     other_model, other = small(1)
-    dcp.load_optimizer(str(tmp_path / "dcp"), str(tmp_path / "optimizer.json"), other_model, other)
+    dcp.load_optimizer(SavedDirectory(str(tmp_path / "dcp")), str(tmp_path / "optimizer.json"), other_model, other)
     assert other_model[1].bias not in other.state
     assert len(other.state) == 3
 
 
 def test_another_optimizer_is_refused(tmp_path):
     model, optimizer = small(1)
-    dcp.save(dcp.gather_state(model, optimizer), str(tmp_path / "dcp"))
+    dcp_save.save(dcp.gather_state(model, optimizer), str(tmp_path / "dcp"))
     dcp.write_optimizer_json(model, optimizer, str(tmp_path))
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(CheckpointError, match="optim.*AdamW.*SGD"):
-        dcp.load_optimizer(str(tmp_path / "dcp"), str(tmp_path / "optimizer.json"), model, other)
+        dcp.load_optimizer(SavedDirectory(str(tmp_path / "dcp")), str(tmp_path / "optimizer.json"), model, other)
 
 
 def test_a_foreign_model_is_named(tmp_path):
     model, optimizer = small(1)
-    dcp.save(dcp.gather_state(model, optimizer), str(tmp_path / "dcp"))
+    dcp_save.save(dcp.gather_state(model, optimizer), str(tmp_path / "dcp"))
     with pytest.raises(CheckpointError, match=r"0.weight \(saved \(4, 3\), here \(5, 3\)\)"):
-        dcp.load_model(str(tmp_path / "dcp"), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
+        dcp.load_model(SavedDirectory(str(tmp_path / "dcp")), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
     with pytest.raises(CheckpointError, match="another dtype"):
-        dcp.load_model(str(tmp_path / "dcp"), small(1)[0].bfloat16())
+        dcp.load_model(SavedDirectory(str(tmp_path / "dcp")), small(1)[0].bfloat16())
 
 
 def test_milestones_of_a_chain_are_not_by_group():
@@ -200,11 +202,30 @@ def test_a_failing_rank_asks_nobody_about_a_background_save(monkeypatch):
     trainer = Trainer()
     trainer.args = SimpleNamespace(save_strategy="no", save_on_each_node=False, push_to_hub=False)
     trainer.async_save = True
-    trainer._saving.background = SimpleNamespace(wait=lambda: waited.append(True))
+    trainer._saving.background = SimpleNamespace(wait=lambda leaving: waited.append(leaving))
     monkeypatch.setattr(saving, "agree", lambda *args: pytest.fail("a collective on the way out"))
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
     assert waited == [True]
+
+
+def test_rank_0_that_leaves_does_not_wait_for_one_that_is_gone(tmp_path, monkeypatch):
+    """Two of three have written; the third never says so. Nothing is committed."""
+    import torch.distributed as dist
+
+    from hf_fsdpturbo.checkpoint import background
+
+    monkeypatch.setattr(background, "LAST_SECONDS", 0.3)
+    save = background.BackgroundSave({"a": torch.ones(2)}, str(tmp_path / "dcp"), timedelta(seconds=30))
+    save._store, committed = dist.HashStore(), []
+    monkeypatch.setattr(background, "world_size", lambda: 3)
+    save._store.set(save._key(1), "null")
+    save._store.add(save._key("number"), 1)
+    save.then(lambda: committed.append(True))
+    error = save.wait(leaving=True)
+    assert isinstance(error, TimeoutError)
+    assert "ranks [2] have not said" in str(error)
+    assert committed == []
 
 
 def test_true_from_a_command_line_means_the_newest(monkeypatch):

@@ -9,6 +9,7 @@ import torch
 
 from hf_fsdpturbo.loading.files import check_checkpoint_files
 from hf_fsdpturbo.loading.loading_check import check_loaded, sample_regions
+from hf_fsdpturbo.loading.open_files import OpenFiles
 from hf_fsdpturbo.loading.source_map import SourceMap
 from hf_fsdpturbo.loading.whole_sources import exact_conversions
 from hf_fsdpturbo.shards import Box
@@ -31,7 +32,7 @@ def test_what_was_loaded_passes(tiny, family: str, mode: str):
     path = tiny(family, max_shard_size="20KB")
     model, found = load(path, dtype=torch.bfloat16)
     assert found.conversions.keys() == model.state_dict().keys()
-    check_loaded(model, found, path, check_checkpoint_files(path), mode)
+    check_loaded(model, found, OpenFiles(path, check_checkpoint_files(path)), mode)
 
 
 WRONG = {  # name -> (mode that must see it, what is done to the parameter)
@@ -51,11 +52,11 @@ def test_a_wrong_tensor_is_named_with_its_conversion_and_file(tiny, name: str):
     with torch.no_grad():
         change(model.get_parameter(name))
     with pytest.raises(ValueError, match="init_on_rank0") as caught:
-        check_loaded(model, found, path, check_checkpoint_files(path), mode)
+        check_loaded(model, found, OpenFiles(path, check_checkpoint_files(path)), mode)
     conversion = "MergeModulelist(dim=0)" if "experts" in name else "renaming"
     for part in (name, conversion, found.conversions[name].keys[0], os.path.join(path, "model-0000")):
         assert part in str(caught.value)
-    check_loaded(model, found, path, check_checkpoint_files(path), "off")
+    check_loaded(model, found, OpenFiles(path, check_checkpoint_files(path)), "off")
 
 
 def test_samples_lie_in_this_ranks_part():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch
 from benchmarks import dispatch_bytes
 from benchmarks.export_planning import MODELS
 from benchmarks.simulated_ranks import counted_new_groups, fake_world
+from hf_fsdpturbo.checkpoint.dcp_save import WRITERS, own_parts
 from hf_fsdpturbo.dispatch.packed_rows import PackedLayout
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.shards import Box
 from hf_fsdpturbo.topology import Topology
 
 
@@ -85,3 +88,39 @@ def test_axes_of_one_rank_have_a_group():
         ranks = [state.expert_mesh.get_group(axis).size() for axis in range(4)]
         assert ranks == [plain.get_group(axis).size() for axis in range(4)] == [2, 1, 8, 1]
         assert [state.expert_fsdp_mesh.get_group(axis).size() for axis in (0, 1)] == [2, 1]
+
+
+def written_by(rank: int, replicas: int) -> list[tuple[str, Box]]:
+    """Parts that one of 32 ranks writes of 64 tensors, under HSDP with this many replicas, and of a plain one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    with fake_world(rank, 32):
+        mesh = init_device_mesh("cpu", (replicas, 32 // replicas))
+        local = torch.empty(2, 3, device="meta")
+        state: dict = {
+            f"w{i}": DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False) for i in range(64)
+        }
+        return [(part.key, part.box) for part, _ in own_parts({**state, "plain": torch.zeros(2)})]
+
+
+@pytest.mark.parametrize("replicas", [1, 4, 16])
+def test_replicas_write_one_copy_together(replicas: int):
+    """Every part once, nobody idle among the up to eight replicas that take turns."""
+    parts = [written_by(rank, replicas) for rank in range(32)]
+    of_key = Counter(part for own in parts for part in own)
+    assert set(of_key.values()) == {1}
+    assert len(of_key) == 64 * (32 // replicas) + 1
+    assert ("plain", Box((0,), (2,))) in parts[0]
+    writers = sum(bool(own) for own in parts)
+    assert writers == min(replicas, WRITERS) * (32 // replicas)
+
+
+def test_a_save_gathers_digests_and_makes_its_index_once():
+    from benchmarks import scaling
+
+    found = scaling.index(8)
+    assert found["F5 KiB gathered of all ranks"] * 1024 < 128 * 8
+    assert found["F5 lists that rank 0 reads, later saves"] == 0
+    assert found["F5 KiB of a rank's list, Qwen3-235B (564 keys)"] < 24
+    assert scaling.index_reads(64) == {"F4 reads of the index in a resume, a node": 1, "F4 the same, all nodes": 8}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -74,6 +75,37 @@ def test_mesh_and_dtensor_names(one_rank):
     assert "src_data_rank" in arguments(distribute_tensor)
 
 
+def test_what_dcp_writes_of_a_chunk():
+    """``checkpoint/dcp_index.py`` writes these with three positions, and reads them by these names."""
+    from torch.distributed.checkpoint import metadata
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    info = _StorageInfo("__0_0.distcp", 5, 7)
+    assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == ("__0_0.distcp", 5, 7, None)
+    fields = list(metadata.Metadata.__dataclass_fields__)
+    assert fields[:4] == ["state_dict_metadata", "planner_data", "storage_data", "storage_meta"]
+    assert list(metadata.TensorStorageMetadata.__dataclass_fields__) == ["properties", "size", "chunks"]
+    assert list(metadata.ChunkStorageMetadata.__dataclass_fields__) == ["offsets", "sizes"]
+    properties = pickle.dumps(metadata.TensorProperties(dtype=torch.bfloat16))
+    assert metadata.TensorProperties(dtype=torch.bfloat16).__getstate__()[0] is torch.bfloat16
+    assert b"_MEM_FORMAT_ENCODING" in properties
+    assert b"_get_layout" in properties
+    assert torch.serialization._get_layout("torch.strided") is torch.strided
+
+
+def test_the_store_that_ranks_met_in():
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    assert arguments(_get_default_store) == []
+    store = dist.PrefixStore("default", dist.HashStore())
+    assert not store.check(["fsdpturbo/x"])
+    store.set("fsdpturbo/x", "said")
+    assert store.check(["fsdpturbo/x"])
+    assert store.get("fsdpturbo/x") == b"said"
+    assert store.delete_key("fsdpturbo/x")
+
+
 def test_group_timeout_setter():
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -81,7 +113,6 @@ def test_group_timeout_setter():
 
 
 def test_private_functions_of_tensors_and_groups(one_rank):
-    import torch
     import torch.distributed as dist
 
     tensors = [torch.ones(2), torch.full((3,), 2.0)]
@@ -95,7 +126,6 @@ def test_private_functions_of_tensors_and_groups(one_rank):
 
 def test_private_records_of_modules():
     """A tensor put in a record is the module's parameter, buffer or child, without more ado."""
-    import torch
 
     layer = nn.Linear(2, 2)
     layer.register_buffer("table", torch.ones(1), persistent=False)
@@ -112,7 +142,6 @@ def test_private_records_of_modules():
 
 def test_state_of_a_chain_of_schedulers():
     """checkpoint/scheduler.py follows the inner states, and leaves the milestones alone."""
-    import torch
     from torch.optim.lr_scheduler import ConstantLR, SequentialLR
 
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)

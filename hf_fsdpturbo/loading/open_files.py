@@ -1,0 +1,115 @@
+"""Safetensors files that are opened by who needs a part of them, once: shapes come from the headers.
+
+Transformers opens every file on every rank, and asks for every tensor; a rank needs the files of its own slices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+Headers = dict[str, dict[str, Any]]
+"""File name -> key -> ``{"shape": [...], ...}``, as safetensors writes it."""
+
+
+class OpenFiles(Mapping[str, Any]):
+    """Slices of a checkpoint by key; a file stays open until :meth:`close`.
+
+    Args:
+        folder: of the files.
+        headers: of all of them.
+
+    Attributes:
+        used: whether Transformers took its tensors from here.
+    """
+
+    def __init__(self, folder: str, headers: Headers) -> None:
+        self._folder, self._headers, self.used = folder, headers, False
+        self._files = {key: file for file, header in headers.items() for key in header}
+        self._open: dict[str, Any] = {}
+        self._stack, self._lock = contextlib.ExitStack(), threading.Lock()
+
+    def close(self) -> None:
+        """Close all files."""
+        self._open.clear()
+        self._stack.close()
+
+    def are(self, paths: Iterable[str]) -> bool:
+        """Whether these are the files that Transformers would read: an adapter's base lies elsewhere."""
+        own = {os.path.realpath(os.path.join(self._folder, file)) for file in self._headers}
+        return own == {os.path.realpath(path) for path in paths}
+
+    def path(self, key: str) -> str:
+        """File of a tensor."""
+        return os.path.join(self._folder, self._files[key])
+
+    def read(self, key: str, index: Any) -> Any:
+        """A part of a tensor; threads may ask at once."""
+        from safetensors import safe_open
+
+        path = self.path(key)
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._open[path].get_slice(key)[index]
+
+    def __getitem__(self, key: str) -> Slice:
+        return Slice(self, key, self._headers[self._files[key]][key])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+class Slice:
+    """A tensor of a file that is not open yet, as safetensors shows one: shape, dtype, parts by index."""
+
+    __slots__ = ("_entry", "_files", "_key")
+
+    def __init__(self, files: OpenFiles, key: str, entry: Mapping[str, Any]) -> None:
+        self._files, self._key, self._entry = files, key, entry
+
+    def get_shape(self) -> list[int]:
+        """Shape of the whole."""
+        return list(self._entry["shape"])
+
+    def get_dtype(self) -> str:
+        """Dtype as the file names it."""
+        return str(self._entry["dtype"])
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._files.read(self._key, index)
+
+
+@contextlib.contextmanager
+def opened_on_demand(files: Callable[[], OpenFiles | None]) -> Iterator[None]:
+    """While open, ``from_pretrained`` takes its tensors from there instead of opening every file.
+
+    The static method of Transformers that opens them is wrapped for the length of the context, in this process.
+
+    Args:
+        files: asked when loading begins; None leaves it to Transformers (other formats).
+    """
+    from transformers import PreTrainedModel
+
+    own = PreTrainedModel.__dict__["_load_pretrained_model"]
+
+    def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
+        found = files() if state_dict is None and load_config.hf_quantizer is None else None
+        if found is not None and found.are(checkpoint_files or []):
+            found.used, state_dict = True, dict(found.items())
+        return own.__func__(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = own  # type: ignore[method-assign]
