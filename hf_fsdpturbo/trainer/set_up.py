@@ -215,8 +215,9 @@ class SetUp:
         init_kwargs = getattr(config, "model_init_kwargs", None)
         if hasattr(config, "model_init_kwargs"):
             config.model_init_kwargs = None  # used up; TRL would warn that a model object ignores it
-        saves_on_sigterm = cast(Any, config).enable_jit_checkpoint
-        cast(Any, config).enable_jit_checkpoint = saves_on_sigterm and self.parallel_state is None  # see AgreedStop
+        saves_on_sigterm = self.parallel_state is not None and config.enable_jit_checkpoint
+        if saves_on_sigterm:
+            config.enable_jit_checkpoint = False  # see AgreedStop
         if self.is_own_reference:
             self.given.get("model").add_adapter = lambda *args, **kwargs: None  # it is there, made before sharding
         try:
@@ -225,7 +226,8 @@ class SetUp:
         finally:
             if hasattr(config, "model_init_kwargs"):
                 config.model_init_kwargs = init_kwargs
-            cast(Any, config).enable_jit_checkpoint = saves_on_sigterm
+            if saves_on_sigterm:
+                config.enable_jit_checkpoint = True
             if self.is_own_reference:
                 del self.given.get("model").add_adapter
 

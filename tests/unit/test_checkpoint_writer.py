@@ -30,7 +30,7 @@ class Trainer(FSDPTurboTrainerMixin, Loop):
         self.args = SimpleNamespace(
             save_strategy="steps", save_on_each_node=False, push_to_hub=False, output_dir=str(folder)
         )
-        self._saving = saving.Saving(self)
+        self._saving = saving.Saving(self, SimpleNamespace(checkpoint_format=None, verify_checkpoint=True))
 
 
 @pytest.fixture
