@@ -69,14 +69,18 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "recompute": "full",
     "fused_linear_cross_entropy": "auto",
     "checkpoint_format": None,
+    "on_nonfinite": "warn",
     "verify_checkpoint": True,
 }
 _INTEGER = re.compile(r"[-+]?[0-9]{1,30}")
-CHECK_LOADING = ("sample", "full", "off")
-OPTIM_IMPLEMENTATIONS = ("auto", "fsdpturbo", "torch")
-RECOMPUTE = ("full", "selective")
-FUSED_HEAD = ("auto", "on", "off")
-CHECKPOINT_FORMATS = ("dcp", "hub", "both")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "check_loading": ("sample", "full", "off"),
+    "checkpoint_format": ("dcp", "hub", "both"),
+    "optim_implementation": ("auto", "fsdpturbo", "torch"),
+    "recompute": ("full", "selective"),
+    "fused_linear_cross_entropy": ("auto", "on", "off"),
+    "on_nonfinite": ("warn", "skip", "stop"),
+}
 # Sizes that shrink to this when one process runs a file written for many.
 ONE_PROCESS: dict[str, int | None] = {
     "dist_config.ep_size": 1,
@@ -219,17 +223,9 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(
             f"cp_mode must be 'ulysses', the only mode there is, but it is {cut(mode)}. Leave cp_mode out."
         )
-    if "check_loading" in values:
-        values["check_loading"] = _check_loading(values["check_loading"])
-    if (kind := values.get("optim_implementation", "auto")) not in OPTIM_IMPLEMENTATIONS:
-        valid = list(OPTIM_IMPLEMENTATIONS)
-        raise ValueError(f"optim_implementation must be one of {valid}, but it is {kind!r}. Correct it.")
-    if (kept := values.get("recompute", "full")) not in RECOMPUTE:
-        raise ValueError(f"recompute must be one of {list(RECOMPUTE)}, but it is {kept!r}. Correct it.")
-    if (name := "fused_linear_cross_entropy") in values:
-        values[name] = _fused_head(values[name])
-    if (kind := values.get("checkpoint_format")) is not None and kind not in CHECKPOINT_FORMATS:
-        raise ValueError(f"checkpoint_format must be one of {CHECKPOINT_FORMATS}, but it is {kind!r}. Correct it.")
+    for name in CHOICES:
+        if name in values:
+            values[name] = _check_choice(name, values[name])
     dist = parse_mapping("dist_config", values.pop("dist_config")) if "dist_config" in values else {}
     check_dist_keys(dist)
     for name in SHORTHAND:
@@ -249,30 +245,16 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
     return {**values, **{f"dist_config.{key}": value for key, value in dist.items()}}
 
 
-def _check_loading(value: Any) -> str:
-    """The mode; False is ``off``, which YAML reads so.
+def _check_choice(name: str, value: Any) -> str:
+    """The value; False and True are ``off`` and ``on``, which YAML reads so.
 
     Raises:
-        ValueError: not one of the modes.
+        ValueError: not one of the choices.
     """
-    mode = "off" if value is False else value
-    if mode not in CHECK_LOADING:
-        raise ValueError(f"check_loading must be one of {list(CHECK_LOADING)}, but it is {cut(value)}. Correct it.")
-    return mode
-
-
-def _fused_head(value: Any) -> str:
-    """The setting; False and True are ``off`` and ``on``, which YAML reads so.
-
-    Raises:
-        ValueError: not one of the settings.
-    """
-    setting = {False: "off", True: "on"}[value] if isinstance(value, bool) else value
-    if setting not in FUSED_HEAD:
-        raise ValueError(
-            f"fused_linear_cross_entropy must be one of {list(FUSED_HEAD)}, but it is {value!r}. Correct it."
-        )
-    return str(setting)
+    choice = {False: "off", True: "on"}[value] if isinstance(value, bool) else value
+    if choice not in CHOICES[name]:
+        raise ValueError(f"{name} must be one of {list(CHOICES[name])}, but it is {cut(value)}. Correct it.")
+    return str(choice)
 
 
 def reduce_to_one_process(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:

@@ -83,8 +83,7 @@ class FSDPTurboArguments:
         metadata={"help": "How weights are read: name init_on_meta, init_on_rank0 or init_on_default."},
     )
     drop_unused_tensors: bool = field(
-        default=cast(bool, UnsetInt(0)),
-        metadata={"help": "Leave out of what is saved the tensors of the checkpoint that the model does not use."},
+        default=cast(bool, UnsetInt(0)), metadata={"help": "Do not save tensors that the model does not use."}
     )
     check_loading: str = field(
         default=UnsetStr("sample"), metadata={"help": "What is compared with the files afterwards: sample, full, off."}
@@ -97,8 +96,7 @@ class FSDPTurboArguments:
         },
     )
     recompute: str = field(
-        default=UnsetStr("full"),
-        metadata={"help": "With activation_checkpointing: full, or selective, which keeps what is dear to compute."},
+        default=UnsetStr("full"), metadata={"help": "With activation_checkpointing: full or selective (keeps dear)."}
     )
     fused_linear_cross_entropy: str = field(
         default=UnsetStr("auto"),
@@ -106,6 +104,9 @@ class FSDPTurboArguments:
     )
     checkpoint_format: str | None = field(
         default=None, metadata={"help": "What a checkpoint-N holds: dcp, hub or both (docs/checkpoints.md)."}
+    )
+    on_nonfinite: str = field(
+        default=UnsetStr("warn"), metadata={"help": "A gradient norm that is not finite: warn, skip the step or stop."}
     )
     verify_checkpoint: bool = field(
         default=cast(bool, UnsetInt(1)), metadata={"help": "Compare what is read of checkpoint-N with its checksums."}

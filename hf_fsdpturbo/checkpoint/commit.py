@@ -2,7 +2,7 @@
 
     output_dir/
       checkpoint-3/               finished: holds COMPLETE.json, the list of its files, their sizes and checksums
-      _saving/checkpoint-6/       being written, or left by a killed run; the next save removes it
+      _saving/<run>/checkpoint-6/ being written, or left by a killed run; the next save removes it
       _deleting/checkpoint-1/     being removed
 
 Names that begin with ``checkpoint-`` would be counted by Transformers; its Hub uploads leave out names with ``_``.
@@ -36,30 +36,34 @@ HASHED = (".pt", ".pth", ".bin", "shards.json", "optimizer.json", "topology.json
 VISIBLE_SECONDS = 20.0
 
 
-def staging_dir(run_dir: str) -> str:
-    """Where checkpoints of ``run_dir`` are written before they are renamed.
+def staging_dir(run_dir: str, run: str = "") -> str:
+    """Where checkpoints of ``run_dir`` are written before they are renamed; ``run`` is the run's own name.
 
     Raises:
-        ValueError: it is a link.
+        ValueError: it is a link, or the folder of all runs is one.
     """
-    return own_folder(os.path.join(run_dir, STAGING))
+    folder = own_folder(os.path.join(run_dir, STAGING))
+    return own_folder(os.path.join(folder, run)) if run else folder
 
 
 def final_dir(staged: str) -> str:
-    """Where a checkpoint that is being written will be: ``_saving/<name>`` -> ``<name>`` in the run's directory."""
+    """Where a checkpoint that is being written will be: ``_saving/<run>/<name>`` -> ``<name>`` beside ``_saving``."""
     parent, name = os.path.split(os.path.abspath(staged))
-    return os.path.join(os.path.dirname(parent), name) if os.path.basename(parent) == STAGING else staged
+    for folder in (parent, os.path.dirname(parent)):
+        if os.path.basename(folder) == STAGING:
+            return os.path.join(os.path.dirname(folder), name)
+    return staged
 
 
-def open_staging(run_dir: str, name: str) -> None:
-    """Remove what earlier runs left and make ``_saving/<name>`` anew; one rank does it.
+def open_staging(run_dir: str, name: str, run: str = "") -> None:
+    """Remove what earlier runs left and make ``_saving/<run>/<name>`` anew; one rank does it.
 
     A checkpoint that was moved aside for its replacement and never replaced (killed in between) goes back first.
     """
     restore_moved_aside(run_dir)
     shutil.rmtree(staging_dir(run_dir), ignore_errors=True)
     shutil.rmtree(own_folder(os.path.join(run_dir, DELETING)), ignore_errors=True)
-    os.makedirs(os.path.join(staging_dir(run_dir), name))
+    os.makedirs(os.path.join(staging_dir(run_dir, run), name))
 
 
 def wait_visible(path: str) -> None:
@@ -89,17 +93,17 @@ def list_files(directory: str) -> dict[str, int]:
     return dict(sorted(sizes.items()))
 
 
-def commit(run_dir: str, name: str, facts: dict[str, Any]) -> str:
-    """Mark ``_saving/<name>`` complete and rename it to ``<run_dir>/<name>``; one rank does it, once all have written.
+def commit(run_dir: str, name: str, facts: dict[str, Any], run: str = "") -> str:
+    """Mark ``_saving/<run>/<name>`` complete and rename it to ``<run_dir>/<name>``; one rank does it, after all wrote.
 
     A checkpoint of that name is moved into staging first and removed after, so at no moment are both lost.
     """
-    staged, final = os.path.join(staging_dir(run_dir), name), os.path.join(run_dir, name)
+    staged, final = os.path.join(staging_dir(run_dir, run), name), os.path.join(run_dir, name)
     _sync_tree(staged)
     files = list_files(staged)
     hashes = {name: checksum_of(os.path.join(staged, name)) for name in files if name.endswith(HASHED)}
     write_json(os.path.join(staged, COMPLETE), {**facts, "files": files, "hashes": hashes})
-    aside = os.path.join(staging_dir(run_dir), f"replaced-{name}")
+    aside = os.path.join(staging_dir(run_dir, run), f"replaced-{name}")
     if os.path.isdir(final):
         os.rename(final, aside)
     os.rename(staged, final)
@@ -111,13 +115,23 @@ def commit(run_dir: str, name: str, facts: dict[str, Any]) -> str:
 def restore_moved_aside(run_dir: str) -> list[str]:
     """Undo a replacement that was killed between its two renames; names put back."""
     restored = []
-    staging = staging_dir(run_dir)
-    for entry in os.listdir(staging) if os.path.isdir(staging) else ():
+    for path in staged_entries(run_dir):
+        entry = os.path.basename(path)
         name = entry.removeprefix("replaced-")
         if name != entry and not os.path.exists(os.path.join(run_dir, name)):
-            os.rename(os.path.join(staging, entry), os.path.join(run_dir, name))
+            os.rename(path, os.path.join(run_dir, name))
             restored.append(name)
     return restored
+
+
+def staged_entries(run_dir: str) -> list[str]:
+    """Checkpoints in staging, of all runs."""
+    found: list[str] = []
+    for folder, names, _ in os.walk(staging_dir(run_dir)):
+        checkpoints_here = [name for name in names if "checkpoint-" in name]
+        found += [os.path.join(folder, name) for name in checkpoints_here]
+        names[:] = [name for name in names if name not in checkpoints_here]
+    return sorted(found)
 
 
 def write_json(path: str, content: Any) -> None:
@@ -180,10 +194,7 @@ def checkpoints(run_dir: str) -> list[tuple[int, str]]:
 
 def last_checkpoint(run_dir: str, taken: Callable[[str], bool] = is_finished) -> tuple[str | None, list[str]]:
     """Newest checkpoint that may be ``taken`` (or None), and what was skipped or left unfinished, in words."""
-    notes = []
-    staging = staging_dir(run_dir)
-    for entry in sorted(os.listdir(staging)) if os.path.isdir(staging) else ():
-        notes.append(f"{os.path.join(staging, entry)} was never finished and is ignored")
+    notes = [f"{path} was never finished and is ignored" for path in staged_entries(run_dir)]
     for _, path in reversed(checkpoints(run_dir)):
         if taken(path):
             return path, notes

@@ -121,13 +121,18 @@ def base_of_adapter(path: str) -> str:
     return base
 
 
-def refuse_trusted_base(path: str, trusted: bool) -> None:
+def refuse_trusted_base(path: str, trusted: bool, named: str | None = None) -> None:
     """``trust_remote_code`` is for the path that was given, not for another one that a file there names.
+
+    Args:
+        path: as it was given.
+        trusted: ``trust_remote_code``.
+        named: the base that will be loaded; None: that of :func:`base_of_adapter`.
 
     Raises:
         ValueError: the path is an adapter, whose base would be trusted as well.
     """
-    base = base_of_adapter(path)
+    base = named or base_of_adapter(path)
     if trusted and base != path:
         raise ValueError(
             f"trust_remote_code=True was given for {path}, an adapter whose {ADAPTER_CONFIG} names the base {base!r}: "

@@ -19,6 +19,7 @@ from hf_fsdpturbo.model_spec import find_experts
 from hf_fsdpturbo.sharding.expert_lora import FACTORS, is_param_wrapper, store_expert_first, to_expert_first
 from hf_fsdpturbo.shards import copy_full_tensor_, whole_tensor
 
+REFERENCE = "ref"  # TRL's name
 PLAIN_INITS = (True, False, "gaussian")
 """Values of init_lora_weights that need nothing of the base weights, which no rank holds whole."""
 
@@ -99,6 +100,52 @@ def add_adapter(model: Any, config: Any) -> Any:
     peft_model = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
     make_shardable(peft_model)
     return peft_model
+
+
+def config_of_files(directory: str) -> Any:
+    """The configuration of an adapter's files, as of an adapter that is to be trained."""
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(directory)
+    config.inference_mode = False
+    return config
+
+
+def add_reference(peft_model: Any) -> None:
+    """A second, frozen adapter like the one that is there, for a preference trainer's reference; before sharding.
+
+    TRL switches to the adapter ``ref`` for the reference, and PEFT then freezes what it switches from: FSDP would
+    gather parameters that are frozen in that moment as frozen ones for good. So a switch leaves that as it was.
+    """
+    (adapter,) = peft_model.peft_config
+    on_meta = any(parameter.device.type == "meta" for parameter in peft_model.parameters())
+    peft_model.add_adapter(REFERENCE, peft_model.peft_config[adapter], low_cpu_mem_usage=on_meta)
+    make_shardable(peft_model)
+    own = peft_model.set_adapter
+
+    def switch(*args: Any, **kwargs: Any) -> None:
+        flags = [(parameter, parameter.requires_grad) for parameter in peft_model.parameters()]
+        own(*args, **kwargs)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+    peft_model.set_adapter = switch
+
+
+def fill_reference(peft_model: Any) -> None:
+    """Copy the trained adapter into the reference; whole or sharded, both alike."""
+    adapter = trained_adapter(peft_model)
+    parameters = dict(peft_model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if f".{adapter}." in name:
+                parameters[name.replace(f".{adapter}.", f".{REFERENCE}.")].copy_(parameter)
+
+
+def trained_adapter(peft_model: Any) -> str:
+    """Name of the one adapter that is trained."""
+    (adapter,) = (name for name in peft_model.peft_config if name != REFERENCE)
+    return adapter
 
 
 def file_tensors(peft_model: Any, trainable: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +229,7 @@ def draw_adapters(peft_model: Any) -> None:
     Layer by layer in PEFT's order (modules, then parameters) every rank draws the whole factors and keeps its slice:
     ranks that start from one seed agree, and agree with one process. modules_to_save become copies of originals.
     """
-    (adapter,) = peft_model.peft_config
+    adapter = trained_adapter(peft_model)
     kind = peft_model.peft_config[adapter].init_lora_weights
     found = wrappers(peft_model.get_base_model())
     for on_parameters in (False, True):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from hf_fsdpturbo.checkpoint.commit import read_json
-from hf_fsdpturbo.lora.adapter import file_tensors
+from hf_fsdpturbo.lora.adapter import file_tensors, trained_adapter
 from hf_fsdpturbo.sharding.expert_lora import expert_factors, to_expert_first, to_peft
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.shards import copy_full_tensor_
@@ -46,7 +46,7 @@ def load_adapter(model: nn.Module, directory: str) -> None:
     from safetensors import safe_open
 
     reshard(model)
-    (adapter,) = cast(Any, model).peft_config
+    adapter = trained_adapter(model)
     _check_strength(cast(Any, model).peft_config[adapter], os.path.join(directory, ADAPTER_CONFIG))
     trainable = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     targets = file_tensors(model, trainable)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_fsdpturbo.checkpoint.commit import wait_visible
 from hf_fsdpturbo.checkpoint.hub import export_tensors, saved_tensors
 from hf_fsdpturbo.checkpoint.rank_tensors import RankTensors
-from hf_fsdpturbo.lora.adapter import hide, layers_inside, wrappers
+from hf_fsdpturbo.lora.adapter import hide, layers_inside, trained_adapter, wrappers
 from hf_fsdpturbo.ranks import rank, together
 from hf_fsdpturbo.sharding.expert_lora import FACTORS, is_param_wrapper, merged_weight
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
@@ -26,7 +26,7 @@ def export_merged(peft_model: Any, directory: str, max_file_bytes: int, tokenize
         CheckpointError: on every rank, if a rank could not write.
     """
     base = peft_model.get_base_model()
-    (adapter,) = peft_model.peft_config
+    adapter = trained_adapter(peft_model)
     reshard(base)
     found = wrappers(base)
     show = hide(base)

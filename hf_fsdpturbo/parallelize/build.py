@@ -18,7 +18,15 @@ from hf_fsdpturbo.loading.from_dcp import load_dcp
 from hf_fsdpturbo.loading.from_rank0 import load_on_rank0, weights_from_rank0
 from hf_fsdpturbo.loading.heads import share_random_state
 from hf_fsdpturbo.loading.seam import load_sharded, load_whole
-from hf_fsdpturbo.lora.adapter import add_adapter, draw_adapters, hide, make_shardable, refuse_other_adapters
+from hf_fsdpturbo.lora.adapter import (
+    add_adapter,
+    add_reference,
+    draw_adapters,
+    fill_reference,
+    hide,
+    make_shardable,
+    refuse_other_adapters,
+)
 from hf_fsdpturbo.lora.adapter_files import is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
 from hf_fsdpturbo.parallelize.fused_experts import register_experts_implementation
@@ -50,13 +58,16 @@ class Adapter:
         config: what to add; None adds nothing.
         model: the model that was given, if it was an object.
         head_unit: as ``parallelize_model`` has it; not with an adapter, which may sit on the head.
+        with_reference: the adapter as it is now stays beside the trained one, as a preference trainer's reference.
 
     Raises:
         ValueError: it has an adapter that is not LoRA.
     """
 
-    def __init__(self, config: Any, model: Any = None, *, head_unit: bool = False) -> None:
-        self.config, self.head_unit = config, head_unit
+    def __init__(
+        self, config: Any, model: Any = None, *, head_unit: bool = False, with_reference: bool = False
+    ) -> None:
+        self.config, self.head_unit, self.with_reference = config, head_unit, with_reference
         self.peft_model: Any = model if is_peft(model) else None
         if self.peft_model is not None:
             refuse_other_adapters(self.peft_model)
@@ -77,6 +88,8 @@ class Adapter:
             self.peft_model = add_adapter(model, self.config)
         elif self.peft_model is not None:
             make_shardable(self.peft_model)
+        if self.with_reference:
+            add_reference(self.peft_model)
         if self.peft_model is not None and args.fsdpturbo_params.ep_backend != "torch":
             raise ValueError(
                 f"ep_backend={args.fsdpturbo_params.ep_backend!r} does not take LoRA. Set ep_backend to 'torch'."
@@ -98,6 +111,8 @@ class Adapter:
             materialize(self.peft_model, device)
             share_random_state()  # a load may have drawn for shards, whose sizes differ from rank to rank
             draw_adapters(self.peft_model)
+        if self.with_reference:
+            fill_reference(self.peft_model)
         return model if self.peft_model is None else self.peft_model
 
 
@@ -115,6 +130,7 @@ def build_model(
     use_dcp_path: bool = True,
     peft_config: Any = None,
     head_unit: bool = False,
+    with_reference: bool = False,
 ) -> tuple[Any, ShardingReport]:
     """Load a model from a path, every rank its own slices; in one process, load it whole.
 
@@ -132,7 +148,7 @@ def build_model(
         kwargs["dtype"] = storage
     kwargs["drop_unused"] = config.drop_unused_tensors
     with raised_on_every_rank(f"loading {path}"):
-        refuse_trusted_base(path, kwargs.get("trust_remote_code") is True)
+        refuse_trusted_base(path, bool(kwargs.get("trust_remote_code")))
         refuse_impossible(path, kwargs)
         _refuse_quantised(path, kwargs)
     set_seed(cast(Any, config).seed)  # where TRL does it too: what a checkpoint lacks is drawn from here on
@@ -141,7 +157,8 @@ def build_model(
             model = load_whole(path, build, **kwargs)
         return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     check_gradient_scale(state, fsdp_options(config))
-    adapter, device = Adapter(peft_config, head_unit=head_unit), shard_device(config)
+    adapter = Adapter(peft_config, head_unit=head_unit, with_reference=with_reference)
+    device = shard_device(config)
     reports: list[ShardingReport] = []
     if config.init_params.name == "init_on_default":
         with raised_on_every_rank(f"loading {path}"):
@@ -193,6 +210,7 @@ def shard_given_model(
     use_dcp_path: bool = True,
     peft_config: Any = None,
     head_unit: bool = False,
+    with_reference: bool = False,
 ) -> tuple[Any, ShardingReport]:
     """Shard a model object that every rank holds whole, in place; in one process, only convert its dtype.
 
@@ -210,7 +228,7 @@ def shard_given_model(
     if state is None:
         return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     set_seed(cast(Any, config).seed)  # where TRL does it too, before it draws an adapter
-    adapter = Adapter(peft_config, model, head_unit=head_unit)
+    adapter = Adapter(peft_config, model, head_unit=head_unit, with_reference=with_reference)
     check_same_model(model)
     check_gradient_scale(state, fsdp_options(config))
     base, report = adapter.parallelize(base, config, state)

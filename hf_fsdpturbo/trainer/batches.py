@@ -19,17 +19,33 @@ MANY_READERS = 8  # data ranks; below that a stream is seldom what a step waits 
 
 
 class WholeStream(IterableDataset):
-    """A ``datasets.IterableDataset`` whose shards accelerate does not see.
+    """An iterable data set, of which every rank reads all and keeps its share, as many batches as the others.
 
-    It would give each data rank files of its own, which hold different numbers of samples: a rank that runs out leaves
-    the others waiting. Of a plain stream every rank reads all and keeps its share, as many batches as the others.
+    accelerate does not see the shards of a ``datasets.IterableDataset`` in it: it would give each data rank files of
+    its own, which hold different numbers of samples, and a rank that runs out leaves the others waiting.
+
+    Attributes:
+        total: samples of the last pass that came to its end in this process; None before.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        self.total: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.dataset)
+        number, self.total = 0, None
+        for sample in self.dataset:
+            number += 1
+            yield sample
+        self.total = number
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # TypeError where it has none, which is what is asked for
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffles anew, where the dataset does."""
@@ -50,6 +66,11 @@ class SharedBatches:
         self.data_ranks = data_ranks
         self._said: set[str] = set()
 
+    def read_on_every_rank(self, config: Any) -> None:
+        """Set accelerate's ``dispatch_batches`` to False where nothing is given: see :meth:`cost_of_stream`."""
+        if config.dispatch_batches is None:
+            config.dispatch_batches = False
+
     def stream(self, dataset: Any, dispatch: bool | None = None) -> Any:
         """The data set as the data loader may read it; rank 0 says once what a stream costs at many ranks.
 
@@ -59,24 +80,30 @@ class SharedBatches:
         if cost is not None and cost not in self._said and rank() == 0:
             self._said.add(cost)
             print(f"[hf_fsdpturbo] {cost}", flush=True)
-        shared = self.cp_size > 1 and isinstance(dataset, IterableDataset) and hasattr(dataset, "n_shards")
-        return WholeStream(dataset) if shared else dataset
+        whole = self.cp_size * self.data_ranks > 1 and isinstance(dataset, IterableDataset) and not dispatch
+        return WholeStream(dataset) if whole and not self._own_files(dataset, dispatch) else dataset
+
+    def _own_files(self, dataset: Any, dispatch: bool | None) -> bool:
+        """Asked for at many ranks: accelerate gives each rank files of its own, which must hold as many samples."""
+        many = self.cp_size == 1 and self.data_ranks >= MANY_READERS
+        return many and dispatch is False and getattr(dataset, "n_shards", 0) >= self.data_ranks
 
     def cost_of_stream(self, dataset: Any, dispatch: bool | None) -> str | None:
         """What reading a stream costs from ``MANY_READERS`` on, with the fix; None where a rank reads its own share.
 
-        See Note [What data ranks read]. ``dispatch`` None is accelerate's default, which dispatches streams.
+        See Note [What data ranks read]. ``dispatch`` None reads on every rank here (accelerate's default, dispatching,
+        cannot join batches of different lengths); False lets ranks have files of their own.
         """
         ranks = self.data_ranks
         if not isinstance(dataset, IterableDataset) or ranks < MANY_READERS:
             return None
         fix = "Use a map-style data set"
         if self.cp_size == 1:
-            if dispatch is False and getattr(dataset, "n_shards", 0) >= ranks:
-                return None  # accelerate gives each rank files of its own
+            if self._own_files(dataset, dispatch):
+                return None
             fix += f", or a datasets.IterableDataset of {ranks} or more equal shards with dispatch_batches=False"
-        who = f"each of {ranks} data ranks" if dispatch is False else "rank 0"
-        sends = "" if dispatch is False else ", and sends them all to every rank"
+        who = "rank 0" if dispatch else f"each of {ranks} data ranks"
+        sends = ", and sends them all to every rank" if dispatch else ""
         return f"iterable data set: {who} reads {ranks} batches for each one that a rank trains on{sends}. {fix}."
 
     def items(self, items: Any, summed: bool) -> Any:

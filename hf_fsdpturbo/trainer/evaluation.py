@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from accelerate.utils import recursively_apply
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 
 class GatheredRows:
@@ -65,13 +67,28 @@ class GatheredRows:
         if not self.evaluating:
             return None
         state = self.accelerator.gradient_state
-        if not state.end_of_dataloader or state.remainder <= 0:
+        if not state.end_of_dataloader:
             return None
         size = self._batch_size()
-        return [min(max(state.remainder - rank * size, 0), size) for rank in range(self.data_ranks)]
+        remainder = state.remainder if state.remainder > 0 else self._remainder_of_stream(size)
+        if not remainder:
+            return None
+        return [min(max(remainder - rank * size, 0), size) for rank in range(self.data_ranks)]
 
     def _batch_size(self) -> int:
-        return self.accelerator.gradient_state.active_dataloader.total_batch_size // self.data_ranks
+        state = self.accelerator.gradient_state
+        loader: Any = state.active_dataloader
+        if isinstance(loader, DataLoaderDispatcher):  # its last batch is shared out anew
+            return -(-state.remainder // self.data_ranks) if state.end_of_dataloader else loader.batch_size
+        if isinstance(loader.dataset, IterableDatasetShard):
+            return loader.dataset.batch_size
+        return loader.total_batch_size // self.data_ranks
+
+    def _remainder_of_stream(self, size: int) -> int:
+        """Samples in the last batch of a stream that was read in this process, 0 if it is full or they are unknown."""
+        shard = self.accelerator.gradient_state.active_dataloader.dataset  # type: ignore[union-attr]
+        total = getattr(getattr(shard, "dataset", None), "total", None)
+        return (total or 0) % (size * self.data_ranks)
 
     def mine(self) -> int | None:
         """c of this rank where it is neither none nor all of the batch, else None: then nothing has to be cut."""
@@ -139,14 +156,35 @@ class GatheredRows:
             self.is_cut = False
 
     def _cut(self, inputs: dict[str, Any], count: int) -> dict[str, Any]:
-        """The first ``count`` samples of a batch of tensors ``[m*B, ...]``; as it is where rows are not samples."""
+        """The first ``count`` samples of a batch of tensors ``[m*B, ...]``; as it is where rows are not samples.
+
+        Samples of a batch ``[1, T]`` (``padding_free``, packing) follow each other in one row.
+        """
         size = self._batch_size()
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        ids = tensors.get("input_ids")
+        if ids is not None and ids.ndim == 2 and ids.shape[0] == 1 < size:
+            real = self._tokens_in_a_row(ids, count)
+            tokens = {name: value[:, :real] for name, value in tensors.items() if value.shape[:2] == ids.shape}
+            return {**inputs, **tokens}
         if any(not tensor.ndim or tensor.shape[0] % size for tensor in tensors.values()):
             return inputs
         self.is_cut = True
         rows = {name: tensor.unflatten(0, (-1, size))[:, :count].flatten(0, 1) for name, tensor in tensors.items()}
         return {**inputs, **rows}
+
+    def _tokens_in_a_row(self, ids: Tensor, count: int) -> int:
+        """Tokens of this rank's ``count`` real samples, which begin a row ``[1, T]``; T if they are not found there.
+
+        Evaluation reads its data set in order, so the last batch of all ranks holds the last samples.
+        """
+        state = self.accelerator.gradient_state
+        dataset: Any = state.active_dataloader.dataset  # type: ignore[union-attr]
+        if isinstance(dataset, IterableDataset):
+            return ids.shape[1]
+        first = len(dataset) - state.remainder + self.data_rank * self._batch_size()
+        real = torch.cat([torch.as_tensor(dataset[first + index]["input_ids"]) for index in range(count)])
+        return len(real) if torch.equal(ids[0, : len(real)].cpu(), real) else ids.shape[1]
 
     def _filled(self, data: Any) -> Any:
         return recursively_apply(self._fill, data, self._batch_size()) if self.is_cut else data

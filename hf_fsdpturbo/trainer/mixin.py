@@ -18,18 +18,17 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_fsdpturbo.context_parallel.sharded_head import install_sharded_head
-from hf_fsdpturbo.lora import adapter_files
-from hf_fsdpturbo.lora.merged_export import export_merged
 from hf_fsdpturbo.optim.one_pass import in_one_pass
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.ranks import raised_on_every_rank, together
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
-from hf_fsdpturbo.trainer import resuming, saving
+from hf_fsdpturbo.trainer import refusals, resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
 from hf_fsdpturbo.trainer.evaluation import GatheredRows, undivided_aux_loss
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
-from hf_fsdpturbo.trainer.refusals import refuse_accelerate, refuse_foreign_parameters, refuse_images
+from hf_fsdpturbo.trainer.loss_scale import LossScale
+from hf_fsdpturbo.trainer.nonfinite import NonFinite
 from hf_fsdpturbo.trainer.rows import checked_batches
 from hf_fsdpturbo.trainer.set_up import SetUp
 from hf_fsdpturbo.trainer.step_norm import StepNorm
@@ -76,9 +75,10 @@ class FSDPTurboTrainerMixin:
         behind = type(self).__mro__[type(self).__mro__.index(FSDPTurboTrainerMixin) + 1 :]
         set_up = SetUp(type(self), GivenArguments(super().__init__, behind, args, kwargs))
         self.parallel_state = set_up.parallel_state
-        self._batches = SharedBatches(set_up.topology.cp_size, set_up.topology.dp_size)
+        cp_size, dp_size = set_up.topology.cp_size, set_up.topology.dp_size
+        self._batches, self._scale = SharedBatches(cp_size, dp_size), LossScale(self, dp_size)
         self._saving, self._norm = saving.Saving(self, set_up.config), StepNorm(self)
-        self._set_up = set_up
+        self._finite, self._set_up = NonFinite(self, set_up.config.on_nonfinite), set_up
         self._opened: Any = None  # shards of the checkpoint that is being resumed
         self.sharding_report = set_up.shard_models()
         with set_up.parent_arguments() as given:
@@ -90,9 +90,10 @@ class FSDPTurboTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """Tell the data loader who shares a batch: it reads nothing but the axis names of this mesh."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        refuse_accelerate(self.accelerator)
+        refusals.refuse_accelerate(self.accelerator)
         if self.parallel_state is not None:
             self.accelerator.state.device_mesh = self.parallel_state.loader_mesh
+            self._batches.read_on_every_rank(self.accelerator.dataloader_config)
             self._rows = GatheredRows(self.accelerator, self._batches.cp_size)
             self._rows.install()
             self._bind_gather_function()
@@ -125,7 +126,7 @@ class FSDPTurboTrainerMixin:
         parent: Any = super()
         given = self.optimizer if self.optimizer is not None else self.optimizer_cls_and_kwargs
         optimizer = parent.create_optimizer() if model is None else parent.create_optimizer(model)
-        refuse_foreign_parameters(optimizer, self.model)
+        refusals.refuse_foreign_parameters(optimizer, self.model)
         self.optimizer = in_one_pass(optimizer, self._set_up.config.optim_implementation, is_given=given is not None)
         return self.optimizer
 
@@ -133,7 +134,7 @@ class FSDPTurboTrainerMixin:
 
     def get_tp_size(self) -> int:
         """Ranks that hold the same batch and the same loss: divides token counts, loss scale, total batch size."""
-        size = self._batches.cp_size
+        size = self._scale.ranks_of_one_loss() or self._batches.cp_size
         return size if size > 1 else super().get_tp_size()  # type: ignore[misc]
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
@@ -156,7 +157,7 @@ class FSDPTurboTrainerMixin:
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Refuse image batches: a rank without images would not join the others in its vision tower."""
-        refuse_images(inputs, self.parallel_state)
+        refusals.refuse_images(inputs, self.parallel_state)
         return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     # Steps
@@ -169,21 +170,21 @@ class FSDPTurboTrainerMixin:
         Raises:
             ValueError: no finished checkpoint, or settings that cannot work; on every rank.
         """
-        saving.check_settings(self)
-        if resume_from_checkpoint is True or str(resume_from_checkpoint).lower() == "true":  # from a command line
-            resume_from_checkpoint = resuming.newest_checkpoint(self.args.output_dir, self._saving.each_node)
-        resuming.check_given(resume_from_checkpoint)
-        gc.collect()
-        gc.freeze()
+        if self.parallel_state is not None:
+            refusals.refuse_callbacks(self.callback_handler.callbacks)  # type: ignore[attr-defined]
+        self._saving.begin()
         ended = False
         try:
+            if resume_from_checkpoint is True or str(resume_from_checkpoint).lower() == "true":  # from a command line
+                resume_from_checkpoint = resuming.newest_checkpoint(self.args.output_dir, self._saving.each_node)
+            resuming.check_given(resume_from_checkpoint)
+            gc.collect()
+            gc.freeze()
             result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
             ended = True
         finally:
             gc.unfreeze()
-            if not ended:
-                self._saving.abandon()
-        self._saving.finish()
+            self._saving.end(ended)
         return result
 
     def compute_loss(
@@ -198,17 +199,20 @@ class FSDPTurboTrainerMixin:
             self._head_is_cut = True
         if num_items_in_batch is None and self._rows is not None and self._rows.evaluating:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        loss: Any = functools.partial(super().compute_loss, model, inputs, return_outputs)  # type: ignore[misc]
+        found = self._scale.compute(loss, inputs, num_items_in_batch)
+        self._finite.saw_loss(found[0] if return_outputs else found)
+        return found
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if not self._norm.is_ours:
-            return super()._clip_grad_norm(model)  # type: ignore[misc]
-        return self._norm.clip(model, self.args.max_grad_norm)
+            return self._finite.saw_norm(super()._clip_grad_norm(model))  # type: ignore[misc]
+        return self._finite.saw_norm(self._norm.clip(model, self.args.max_grad_norm))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if not self._norm.is_ours or grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
-        return self._norm.clip(model, float("inf"))
+        return self._finite.saw_norm(self._norm.clip(model, float("inf")))
 
     # Evaluation
 
@@ -253,9 +257,7 @@ class FSDPTurboTrainerMixin:
             ValueError: the model has no adapter.
             CheckpointError: on every rank, if one could not write.
         """
-        if not adapter_files.is_peft(self.model):
-            raise ValueError("save_merged_model: the model has no adapter. Use save_model.")
-        export_merged(self.model, output_dir, self.hub_file_bytes, self.processing_class)  # type: ignore[attr-defined]
+        self._saving.save_merged_model(output_dir)
 
     def _get_output_dir(self, trial: Any) -> str:
         """While a checkpoint is being saved, the parent class writes into staging."""
@@ -292,10 +294,10 @@ class FSDPTurboTrainerMixin:
         Raises:
             ValueError: the model has no adapter, or the files are of another one; on every rank.
         """
-        with together(f"reading {directory}"):
-            if not adapter_files.is_peft(self.model):
-                raise ValueError("load_adapter: the model has no adapter. Pass peft_config to the trainer.")
-            adapter_files.load_adapter(self.model, directory)
+        resuming.load_adapter(self.model, directory)
+
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        return resuming.place_in_stream(self, args[3], super()._init_training_state(*args))  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         parents = super()._load_from_checkpoint  # type: ignore[misc]

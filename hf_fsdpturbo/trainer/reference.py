@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_fsdpturbo.arguments import FSDPTurboArguments
-from hf_fsdpturbo.lora.adapter_files import is_peft
+from hf_fsdpturbo.lora.adapter_files import ADAPTER_CONFIG, is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
 from hf_fsdpturbo.parallelize.trainer_family import refuse_online, trl_classes
@@ -43,9 +44,7 @@ def add_reference(
         return
     policy, reference = given.get("model"), given.get("ref_model")
     if reference is None:
-        if state is not None and given.get("peft_config") is None and is_peft(policy):
-            refuse_second_adapter(policy)
-        if _needs_none(given, config):
+        if _needs_none(given, config, state is not None):
             return
         policy_config = getattr(policy, "config", None)
         reference = policy if isinstance(policy, str) else getattr(policy_config, "_name_or_path", "")
@@ -66,8 +65,19 @@ def add_reference(
     given["ref_model"] = reference
 
 
-def _needs_none(given: GivenArguments, config: FSDPTurboArguments) -> bool:
-    adapted = given.get("peft_config") is not None or is_peft(given.get("model"))
+def is_own_reference(given: GivenArguments, sharded: bool = True) -> bool:
+    """Whether a loaded adapter, as it is now, is the reference: TRL keeps a copy of it under the name ``ref``."""
+    adapted = is_peft(given.get("model")) or (sharded and is_adapter(given.get("model")))
+    return adapted and given.takes("ref_model") and given.get("ref_model") is None
+
+
+def is_adapter(model: Any) -> bool:
+    """Whether a model is given as the folder of an adapter's files."""
+    return isinstance(model, str) and os.path.isfile(os.path.join(model, ADAPTER_CONFIG))
+
+
+def _needs_none(given: GivenArguments, config: FSDPTurboArguments, sharded: bool) -> bool:
+    adapted = given.get("peft_config") is not None or is_own_reference(given, sharded)
     return adapted or bool(getattr(config, "precompute_ref_log_probs", False))
 
 
@@ -107,16 +117,3 @@ def trainer_functions_replaced(trainer_class: type, **functions: Any) -> Iterato
     finally:
         for names, name, own in before:
             names[name] = own
-
-
-def refuse_second_adapter(policy: Any) -> None:
-    """TRL would add a reference adapter to a PEFT model after it is sharded, which PEFT cannot do.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(
-        f"model is a {type(policy).__name__} and ref_model is None: TRL would add an adapter named 'ref' to the model "
-        "after it is sharded, which PEFT cannot do. Pass the base model's path with peft_config (its base is then the "
-        "reference), or pass ref_model."
-    )

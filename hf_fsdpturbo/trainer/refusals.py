@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -145,6 +145,51 @@ def refuse_unsharded(model: Any, was_sharded: bool) -> None:
             f"The trainer's model ({type(model).__name__}) was not sharded: a class behind FSDPTurboTrainerMixin "
             "makes it in its own __init__. Take model (a path or an object) as an argument there, and pass it on."
         )
+
+
+# Callbacks that copy the model, or read a checkpoint as plain Transformers writes it; by class name.
+_FOREIGN_CALLBACKS = {
+    "BEMACallback": "it keeps a whole copy of the model and loads the model's state dict into it",
+    "MergeModelCallback": "it loads checkpoint-N as plain Transformers does, which holds shards here",
+    "PEFTAdapterEMACallback": "it copies adapter weights between whole models",
+}
+
+
+def refuse_callbacks(callbacks: Iterable[Any]) -> None:
+    """Refuse callbacks that cannot work on a sharded model, before training.
+
+    Raises:
+        ValueError: naming the callback.
+    """
+    for callback in callbacks:
+        for cls in type(callback).__mro__:
+            if cls.__name__ in _FOREIGN_CALLBACKS:
+                reason = _FOREIGN_CALLBACKS[cls.__name__]
+                raise ValueError(
+                    f"callbacks: {cls.__name__} is not supported on a sharded model: {reason}. Leave it out, or train "
+                    "in one process."
+                )
+
+
+def refuse_resizing(model: Any) -> None:
+    """Make ``resize_token_embeddings`` of a sharded model say what to do; a size that changes nothing passes.
+
+    Sets the method on the instance; it raises ValueError naming both sizes.
+    """
+    own = getattr(model, "resize_token_embeddings", None)
+    if own is None:
+        return
+
+    def refuse(new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        size = model.get_input_embeddings().weight.shape[0]
+        if new_num_tokens in (None, size) and not args and not kwargs:
+            return model.get_input_embeddings()
+        raise ValueError(
+            f"resize_token_embeddings({new_num_tokens}): the model is sharded, and its {size} embeddings cannot be "
+            "resized any more. Resize the model before it is given to the trainer, or in the checkpoint."
+        )
+
+    model.resize_token_embeddings = refuse
 
 
 def refuse_images(inputs: Any, state: FSDPTurboParallelState | None) -> None:

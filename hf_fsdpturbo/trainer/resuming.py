@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.trainer_utils import has_length
 
 from hf_fsdpturbo.bounded import check_path, cut
 from hf_fsdpturbo.checkpoint import commit, dcp, facts, intact, plain_trainer, scheduler, state_file
@@ -19,7 +20,7 @@ from hf_fsdpturbo.loading.files import check_checkpoint_files
 from hf_fsdpturbo.lora import adapter_files
 from hf_fsdpturbo.parallelize.reload import reload_weights
 from hf_fsdpturbo.ranks import everyone, from_rank0, raised_on_every_rank, rank, together
-from hf_fsdpturbo.trainer.saving import SCHEDULER, sizes_of
+from hf_fsdpturbo.trainer.saving import SCHEDULER, TRAINER_STATE, sizes_of
 
 
 def newest_checkpoint(run_dir: str, each_node: bool = False) -> str:
@@ -198,6 +199,24 @@ def load_plain_weights(trainer: Any, checkpoint: str, parents: Callable[[], None
         reload_weights(model, checkpoint, trainer.args, None)
 
 
+def place_in_stream(trainer: Any, checkpoint: str | None, found: tuple[int, int]) -> tuple[int, int]:
+    """Finished epochs, and batches of the one in progress, that a resumed run has behind it.
+
+    Args:
+        checkpoint: what is resumed from, if anything.
+        found: Trainer's answer, which takes a stream's ``max_steps`` for one epoch, and would skip all finished steps
+            in one pass, however short the stream is.
+    """
+    path = None if checkpoint is None else os.path.join(checkpoint, TRAINER_STATE)
+    if path is None or has_length(trainer.train_dataset) or not os.path.isfile(path):
+        return found
+    saved = commit.read_json(path)  # Trainer has written this run's max_steps over the saved one by now
+    epochs, part = divmod(saved["epoch"], 1)  # a pass is one epoch; its batches count as parts of saved max_steps
+    steps = round(part * saved["max_steps"])
+    skipped = 0 if trainer.args.ignore_data_skip else steps * trainer.args.gradient_accumulation_steps
+    return int(epochs), skipped
+
+
 def load_training_state(
     trainer: Any, checkpoint: str, opened: SavedDirectory | None, parents: Callable[[str], None]
 ) -> None:
@@ -242,6 +261,18 @@ def _load_plain_optimizer(trainer: Any, checkpoint: str, optimizer: torch.optim.
     with together(f"reading {path}"):
         plain_trainer.fill_optimizer(str(path), groups, state, model, optimizer)
     return groups
+
+
+def load_adapter(model: Any, directory: str) -> None:
+    """Fill the model's adapter from adapter files. Collective.
+
+    Raises:
+        ValueError: the model has no adapter, or the files are of another one; on every rank.
+    """
+    with together(f"reading {directory}"):
+        if not adapter_files.is_peft(model):
+            raise ValueError("load_adapter: the model has no adapter. Pass peft_config to the trainer.")
+        adapter_files.load_adapter(model, directory)
 
 
 def load_best_model(trainer: Any, parents: Callable[[], None]) -> None:

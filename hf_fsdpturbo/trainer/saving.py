@@ -16,8 +16,20 @@ from hf_fsdpturbo.arguments import FSDPTurboArguments
 from hf_fsdpturbo.checkpoint import commit, dcp, dcp_save, facts, unused
 from hf_fsdpturbo.checkpoint.background import BackgroundSave
 from hf_fsdpturbo.checkpoint.hub import export_model
+from hf_fsdpturbo.checkpoint.writer import Writer
 from hf_fsdpturbo.lora import adapter_files
-from hf_fsdpturbo.ranks import FAILURES, CheckpointError, agree, from_rank0, rank, together, world_size
+from hf_fsdpturbo.lora.merged_export import export_merged
+from hf_fsdpturbo.ranks import (
+    FAILURES,
+    CheckpointError,
+    agree,
+    from_rank0,
+    raised_on_every_rank,
+    rank,
+    together,
+    world_size,
+)
+from hf_fsdpturbo.trainer.nonfinite import weights_not_finite
 from hf_fsdpturbo.trainer.refusals import is_transformers_model
 
 TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
@@ -41,6 +53,36 @@ class Saving:
         self.verify = config.verify_checkpoint
         self.staging: str | None = None
         self.background: BackgroundSave | None = None
+        self.writer: Writer | None = None  # on rank 0, while it trains
+        self.run = ""
+
+    # The run
+
+    def begin(self) -> None:
+        """Claim the output directory: a checkpoint has one writer.
+
+        Raises:
+            ValueError: settings that cannot work, or another live run writes there; on every rank.
+        """
+        check_settings(self.trainer)
+        args = self.trainer.args
+        if args.save_strategy == "no":
+            return
+        with raised_on_every_rank("output_dir"):
+            if rank() == 0:
+                self.writer = Writer(args.output_dir)
+                if self.writer.note:
+                    print(f"[hf_fsdpturbo] {self.writer.note}", flush=True)
+        self.run = from_rank0(self.writer and self.writer.run)
+
+    def end(self, ended: bool) -> None:
+        """Finish what is being saved, or (not ``ended``: this rank leaves with an error) only this rank's part."""
+        try:
+            self.finish() if ended else self.abandon()
+        finally:
+            if self.writer is not None:
+                self.writer.release()
+            self.writer = None
 
     @property
     def each_node(self) -> bool:
@@ -84,6 +126,18 @@ class Saving:
         if (self.staging is None or self.with_weights) and not adapter_files.is_peft(self.trainer.model):
             export_model(self.trainer.model, directory, self.trainer.hub_file_bytes, one_disk=not self.each_node)
 
+    def save_merged_model(self, output_dir: str) -> None:
+        """A Hub checkpoint with the adapter merged into the base weights.
+
+        Raises:
+            ValueError: the model has no adapter.
+            CheckpointError: on every rank, if one could not write.
+        """
+        trainer = self.trainer
+        if not adapter_files.is_peft(trainer.model):
+            raise ValueError("save_merged_model: the model has no adapter. Use save_model.")
+        export_merged(trainer.model, output_dir, trainer.hub_file_bytes, trainer.processing_class)
+
     def _save_side_files(self, directory: str) -> None:
         """Config, generation config, tokenizer, training arguments; adapter files where there are adapters."""
         adapter = adapter_files.is_peft(self.trainer.model)
@@ -109,18 +163,19 @@ class Saving:
         name = f"checkpoint-{self.trainer.state.global_step}"
         with together(f"preparing {run_dir}"):
             if self.leads:
-                commit.open_staging(run_dir, name)
+                commit.open_staging(run_dir, name, self.run)
         with together(f"preparing {run_dir}"):
-            commit.wait_visible(os.path.join(commit.staging_dir(run_dir), name))
+            commit.wait_visible(os.path.join(commit.staging_dir(run_dir, self.run), name))
         try:
             self._save_staged(save, run_dir)
             self._settle_best(run_dir, name)
+            found = self._weights(name)
             if self.background is None:
                 with together(f"finishing {name}"):
                     if self.leads:
-                        self._commit(run_dir, name)
+                        self._commit(run_dir, name, found)
             else:
-                self.background.then(lambda: self._commit(run_dir, name))
+                self.background.then(lambda: self._commit(run_dir, name, found))
         except CheckpointError:
             if self.leads:
                 shutil.rmtree(commit.staging_dir(run_dir), ignore_errors=True)  # a full disk needs the space
@@ -131,7 +186,7 @@ class Saving:
     def _save_staged(self, save: Callable[[], None], run_dir: str) -> None:
         """What only one rank writes in the parent's method is agreed on after."""
         error: BaseException | None = None
-        self.staging = commit.staging_dir(run_dir)
+        self.staging = commit.staging_dir(run_dir, self.run)
         try:
             save()
         except CheckpointError:
@@ -144,7 +199,7 @@ class Saving:
 
     def _settle_best(self, run_dir: str, name: str) -> None:
         """The best checkpoint may be the one just written: name it by where it will be, also in its own state file."""
-        staging, state = commit.staging_dir(run_dir), self.trainer.state
+        staging, state = commit.staging_dir(run_dir, self.run), self.trainer.state
         best = state.best_model_checkpoint
         if best is None or not os.path.abspath(best).startswith(os.path.abspath(staging) + os.sep):
             return
@@ -153,10 +208,19 @@ class Saving:
             if self.leads:
                 state.save_to_json(os.path.join(staging, name, TRAINER_STATE))
 
-    def _commit(self, run_dir: str, name: str) -> None:
+    def _weights(self, name: str) -> dict[str, Any]:
+        """What the record of a checkpoint says of its weights: whether all are finite, else the first names."""
+        bad = weights_not_finite(self.trainer.model)
+        if bad and rank() == 0:
+            print(f"[hf_fsdpturbo] {name}: {len(bad)} tensors of the model are not finite: {bad[:5]}", flush=True)
+        return {"weights_finite": not bad, **({"weights_not_finite": bad[:100]} if bad else {})}
+
+    def _commit(self, run_dir: str, name: str, found: dict[str, Any]) -> None:
         """One rank a folder: the rename, then rotation, which never touches the one just made or the best."""
+        if self.writer is not None and not self.writer.is_ours():
+            raise ValueError(f"output_dir: another run has taken over {run_dir}; {name} of this run is not written.")
         step = int(name.rpartition("-")[2])
-        commit.commit(run_dir, name, {"step": step, "world_size": world_size()})
+        commit.commit(run_dir, name, {"step": step, "world_size": world_size(), **found}, self.run)
         new, limit = os.path.join(run_dir, name), self.trainer.args.save_total_limit
         commit.rotate(run_dir, limit, self.trainer.state.best_model_checkpoint, new)
 

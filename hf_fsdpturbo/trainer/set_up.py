@@ -17,28 +17,40 @@ from transformers.trainer_utils import enable_full_determinism
 
 from hf_fsdpturbo import compat, grad_norm, launch_config
 from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, settings_beside
+from hf_fsdpturbo.loading.files import base_of_adapter, refuse_trusted_base
+from hf_fsdpturbo.lora.adapter import config_of_files, fill_reference
+from hf_fsdpturbo.lora.adapter_files import ADAPTER_CONFIG, load_adapter
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
 from hf_fsdpturbo.parallelize.order import ShardingReport
-from hf_fsdpturbo.parallelize.trainer_family import default_arguments, trl_classes
-from hf_fsdpturbo.ranks import everyone, raised_on_every_rank, rank
+from hf_fsdpturbo.parallelize.trainer_family import default_arguments, trl_classes, trusts_code
+from hf_fsdpturbo.ranks import everyone, raised_on_every_rank, rank, together
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.topology import Topology
+from hf_fsdpturbo.trainer import collective_calls
 from hf_fsdpturbo.trainer.chat_template import refuse_new_tokens, take_template
 from hf_fsdpturbo.trainer.data_columns import refuse_columns
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.head_choice import HeadChoice
 from hf_fsdpturbo.trainer.output_place import open_output_dir
-from hf_fsdpturbo.trainer.reference import add_reference, hash_shards, trainer_functions_replaced
+from hf_fsdpturbo.trainer.reference import (
+    add_reference,
+    hash_shards,
+    is_adapter,
+    is_own_reference,
+    trainer_functions_replaced,
+)
 from hf_fsdpturbo.trainer.refusals import (
     aux_loss_warning,
     is_transformers_model,
     refuse_missing_packages,
     refuse_model,
     refuse_optimizers,
+    refuse_resizing,
     refuse_unsharded,
 )
 from hf_fsdpturbo.trainer.rows import rank0_first, refuse_rows
+from hf_fsdpturbo.trainer.sigterm import AgreedStop
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +119,7 @@ class SetUp:
         self.topology = with_nodes(config.fsdpturbo_topology, config.ranks_per_node)
         self.parallel_state = self._meshes()
         self.peft_model: nn.Module | None = None
+        self.is_own_reference = False
         self.report: ShardingReport | None = None
 
     def _meshes(self) -> FSDPTurboParallelState | None:
@@ -133,12 +146,18 @@ class SetUp:
         add_reference(self.trainer_class, given, config, state)
         model = given.get("model")
         peft_config = None if state is None else given.get("peft_config")
+        self.is_own_reference = state is not None and is_own_reference(given)
+        if state is not None and is_adapter(model):
+            given["model"] = self._load_adapter(model)
+            return self.report
         more: dict[str, Any] = {"peft_config": peft_config, "head_unit": self.head.is_ours}
         if isinstance(model, str):
             self._keep_revision(model)
             model, self.report = build_model(self.trainer_class, model, config, state, **more)
         elif is_transformers_model(model):
-            model, self.report = shard_given_model(model, config, state, **more)
+            model, self.report = shard_given_model(
+                model, config, state, with_reference=self.is_own_reference, **more
+            )
         if peft_config is not None:
             self.peft_model, model = model, cast(Any, model).get_base_model()
         given["model"] = model
@@ -148,6 +167,38 @@ class SetUp:
         """What ``model_init`` has made, in one process: as a model object that was given."""
         if is_transformers_model(model):
             model, self.report = shard_given_model(model, self.config, None)
+        return model
+
+    def _load_adapter(self, directory: str) -> nn.Module:
+        """The base that an adapter's files name, sharded while it loads, and the adapter filled from them.
+
+        Raises:
+            ValueError: there is a second adapter; the files name no base or do not fit; on every rank.
+        """
+        with together(f"reading {directory}"):
+            if self.given.get("peft_config") is not None:
+                raise ValueError(
+                    f"model is an adapter ({directory}), and peft_config would add another one. Leave peft_config "
+                    "out, or merge the adapter first (merge_and_unload)."
+                )
+            base_of_adapter(directory)  # looks at the file before PEFT reads it
+            peft_config = config_of_files(directory)
+            base = peft_config.base_model_name_or_path
+            if not base:
+                raise ValueError(f"{directory}/{ADAPTER_CONFIG} has no base_model_name_or_path. Add it.")
+            refuse_trusted_base(directory, trusts_code(self.config), base)
+        model, self.report = build_model(
+            self.trainer_class,
+            base,
+            self.config,
+            self.parallel_state,
+            peft_config=peft_config,
+            with_reference=self.is_own_reference,
+        )
+        with together(f"reading {directory}"):
+            load_adapter(model, directory)
+        if self.is_own_reference:
+            fill_reference(model)
         return model
 
     def _keep_revision(self, path: str) -> None:
@@ -171,6 +222,11 @@ class SetUp:
         init_kwargs = getattr(config, "model_init_kwargs", None)
         if hasattr(config, "model_init_kwargs"):
             config.model_init_kwargs = None  # used up; TRL would warn that a model object ignores it
+        saves_on_sigterm = self.parallel_state is not None and config.enable_jit_checkpoint
+        if saves_on_sigterm:
+            config.enable_jit_checkpoint = False  # see AgreedStop
+        if self.is_own_reference:
+            self.given.get("model").add_adapter = lambda *args, **kwargs: None  # it is there, made before sharding
         try:
             what = f"setting up {self.trainer_class.__name__}"
             with trainer_functions_replaced(self.trainer_class, **functions), raised_on_every_rank(what, rename=False):
@@ -178,17 +234,26 @@ class SetUp:
         finally:
             if hasattr(config, "model_init_kwargs"):
                 config.model_init_kwargs = init_kwargs
+            if saves_on_sigterm:
+                config.enable_jit_checkpoint = True
+            if self.is_own_reference:
+                del self.given.get("model").add_adapter
 
     def finish(self, trainer: Any) -> None:
-        """Put the LM head in, warm up communicators and print one summary on rank 0."""
+        """Put in the LM head and what watches calls and steps, warm up communicators, say on rank 0 what was done."""
         config, model = self.config, trainer.model
         head = self.head.install(trainer)
         if self.report is not None and head is not None:
             self.report.notes.append(head)
         if self.parallel_state is not None:
             refuse_unsharded(model, self.report is not None)
+            refuse_resizing(model)
+            collective_calls.install(trainer)
             reshard(model)  # log-probabilities computed ahead have left the root whole
             grad_norm.warm_up(model)
+            if trainer.args.enable_jit_checkpoint:
+                trainer.add_callback(AgreedStop(trainer))
+        trainer.add_callback(trainer._finite)
         text = ""
         if config.process_index == 0:
             trainable = [p for p in model.parameters() if p.requires_grad]

@@ -129,7 +129,7 @@ def die_at(run: Run, output_dir: str, stage: str) -> None:
     elif stage == "write_json":
         deadly(commit, "write_json", lambda path, *rest: path.endswith(commit.COMPLETE))
     elif stage == "rename":
-        deadly(commit.os, "rename", lambda source, *rest: str(source).endswith("_saving/checkpoint-2"))
+        deadly(commit.os, "rename", lambda source, *rest: commit.STAGING in str(source) and str(source).endswith("-2"))
     else:
         deadly(commit, "rotate")
     trainer.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.support.adapter_runs import (
 from tests.support.compare import TOLERANCE, compare, distance
 from tests.support.preference_runs import Preference, against_one_process, pairs, turbo_ranks
 from tests.support.reference_run import Run, build_trainer, forget_accelerate, whole_parameters
-from tests.support.spawn import RankError, run_ranks
+from tests.support.spawn import run_plain, run_ranks
 from tests.support.tiny_models import texts
 
 ACCUMULATE = {"gradient_accumulation_steps": 2}
@@ -280,22 +281,64 @@ def test_refused_by_name(refused, trainer, changes, text):
         assert text in said[REFUSED.index((trainer, changes, text))]
 
 
-def dpo_of_peft_model(run: Run) -> None:
-    """Rank function: a PEFT model object without a reference."""
+def dpo_from_adapter(path: str, adapter: str, how: str, folder: str) -> dict[str, Any]:
+    """DPO that starts from an adapter: as a PEFT model or (ours) the folder of its files; "plain" is TRL.
+
+    Returns:
+        losses, norms and margins of each step, trained factors in PEFT's layout, names of the saved files.
+    """
+    import trl
     from datasets import Dataset
-    from peft import get_peft_model
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from hf_fsdpturbo import FSDPTurboDPOConfig, FSDPTurboDPOTrainer
+    import hf_fsdpturbo
+    from tests.support.records import DEFAULT_ARGS
     from tests.support.tiny_models import tiny_tokenizer
 
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32), lora())
-    args = FSDPTurboDPOConfig(output_dir="unused", use_cpu=True, bf16=False, report_to="none", **EP2)
-    data = Dataset.from_dict(run.data)
-    FSDPTurboDPOTrainer(model=model, args=args, train_dataset=data, processing_class=tiny_tokenizer())
+    forget_accelerate()
+    args = {**DEFAULT_ARGS, "output_dir": folder, "max_length": 48, "router_aux_loss_coef": 0.0}  # a batch statistic
+    ours = how != "plain"
+    trainer_class = hf_fsdpturbo.FSDPTurboDPOTrainer if ours else trl.DPOTrainer
+    config = hf_fsdpturbo.FSDPTurboDPOConfig if ours else trl.DPOConfig
+    args |= EP2 if ours else {"per_device_train_batch_size": 4}  # the batches of both ranks
+    model: Any = adapter
+    if how != "path":
+        base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    elif ours:
+        args["model_init_kwargs"] = {"dtype": torch.float32}
+    trainer = trainer_class(
+        model=model,
+        args=config(**args),
+        train_dataset=Dataset.from_dict(data_of("dpo")),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    names = ("loss", "grad_norm", "rewards/margins")
+    logs = [[log[name] for name in names if name in log] for log in trainer.state.log_history]
+    trainer.save_model(folder)
+    weights = in_peft_layout(whole_parameters(trainer.model))
+    trained = {name: tensor for name, tensor in weights.items() if "lora_" in name}
+    return {"logs": logs[:3], "weights": trained}
 
 
-def test_dpo_of_a_peft_model_without_reference_is_refused(tiny):
-    with pytest.raises(RankError) as caught:
-        run_ranks(dpo_of_peft_model, 2, Run(tiny("qwen3_moe"), data_of("dpo")), timeout=60)
-    assert "pass ref_model" in caught.value.text
+def dpo_from_adapters(path: str, adapter: str, folder: str) -> dict[str, dict[str, Any]]:
+    """Rank function: both forms."""
+    return {how: dpo_from_adapter(path, adapter, how, f"{folder}/{how}") for how in ("object", "path")}
+
+
+def test_s10_dpo_from_an_adapter_has_that_adapter_as_its_reference(tiny, tmp_path):
+    path, adapter = tiny("qwen3_moe"), str(tmp_path / "adapter")
+    run_plain(plain_adapter, path, adapter)
+    plain = run_plain(dpo_from_adapter, path, adapter, "plain", str(tmp_path / "plain"))
+    assert abs(plain["logs"][0][2]) < 1e-6, "the first margin of plain TRL is 0"
+    found = run_ranks(dpo_from_adapters, 2, path, adapter, str(tmp_path), timeout=120)[0]
+    for how, ours in found.items():
+        for mine, theirs in zip(ours["logs"], plain["logs"], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6), how
+        assert ours["weights"].keys() == plain["weights"].keys()
+        for name, tensor in plain["weights"].items():
+            torch.testing.assert_close(ours["weights"][name], tensor, rtol=2e-4, atol=1e-6, msg=f"{how}: {name}")
+        saved = adapter_tensors(str(tmp_path / how))
+        assert saved.keys() == adapter_tensors(adapter).keys(), "an adapter's files, as those it started from"

@@ -62,6 +62,7 @@ OVERRIDES = (
     _override("_get_grad_norm", "the norm where nothing is clipped"),
     _override("_get_num_items_in_batch", "tokens of a batch that cp ranks share, or that has repeats"),
     _override("_get_output_dir", "while a checkpoint is written, its place is a staging folder"),
+    _override("_init_training_state", "where a resumed run is in a stream", "Trainer counts passes over a stream"),
     _override("_load_best_model", "fills the sharded model in place"),
     _override("_load_from_checkpoint", "reads shards at any topology"),
     _override("_load_optimizer_and_scheduler", "reads shards at any topology"),
@@ -242,6 +243,60 @@ REPLACED = (
         f"{ACCELERATE}::test_gather_for_metrics_gathers_through_the_instance",
         "accelerate knows ranks that share a batch",
     ),
+    *(
+        Row(
+            f"transformers.{'GenerationMixin' if name == 'generate' else 'PreTrainedModel'}.{name}",
+            "replace",
+            (file,),
+            why,
+            f"{CONTRACT}::test_what_is_announced_or_refused_on_models_and_trainers",
+            until,
+        )
+        for name, file, why, until in (
+            (
+                "generate",
+                "trainer/collective_calls.py",
+                "on the instance: entered by all ranks together, or named",
+                STAYS,
+            ),
+            (
+                "save_pretrained",
+                "trainer/collective_calls.py",
+                "on the instance: writes what save_model writes",
+                "save_pretrained takes sharded experts",
+            ),
+            (
+                "resize_token_embeddings",
+                "trainer/refusals.py",
+                "on the instance: refused, embeddings are sharded",
+                "sharded embeddings can be resized",
+            ),
+        )
+    ),
+    Row(
+        "accelerate.Accelerator.get_state_dict",
+        "replace",
+        ("trainer/collective_calls.py",),
+        "on the instance: whole tensors on rank 0",
+        f"{ACCELERATE}::test_state_dicts_are_asked_of_the_instance",
+        "accelerate gathers DTensors of any mesh",
+    ),
+    Row(
+        "peft.PeftModel.set_adapter",
+        "replace",
+        ("lora/adapter.py",),
+        "on the instance: a switch to the reference leaves alone what is trainable",
+        f"{SEAMS}::test_trl_keeps_a_reference_adapter_in_a_peft_model",
+        "TRL keeps the reference's log-probabilities another way",
+    ),
+    Row(
+        "peft.PeftModel.add_adapter",
+        "replace",
+        ("trainer/set_up.py",),
+        "on the instance, while the trainer is made: the reference is there, made before sharding",
+        f"{SEAMS}::test_trl_keeps_a_reference_adapter_in_a_peft_model",
+        "TRL takes a model that has a reference adapter",
+    ),
     Row(
         "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce_scatter_copy_in",
         "replace",
@@ -303,6 +358,22 @@ SET = (
         "the model's end token, as clone_chat_template sets it",
         f"{SEAMS}::test_templates_are_cloned_through_a_module_global",
         "TRL leaves embeddings alone where no token is new",
+    ),
+    Row(
+        "transformers.TrainingArguments.enable_jit_checkpoint",
+        "set",
+        ("trainer/set_up.py",),
+        "hidden while the parent is made: Transformers' callback lets each rank save a step of its own",
+        f"{CONTRACT}::test_what_is_announced_or_refused_on_models_and_trainers",
+        "Transformers agrees on the step",
+    ),
+    Row(
+        "accelerate.utils.DataLoaderConfiguration.dispatch_batches",
+        "set",
+        ("trainer/batches.py",),
+        "False where nothing is given: dispatching cannot join batches of different lengths",
+        f"{ACCELERATE}::test_streams_are_dispatched_unless_the_configuration_says_no",
+        "accelerate pads what it dispatches",
     ),
     Row(
         "transformers.Trainer.current_gradient_accumulation_steps",
@@ -449,6 +520,46 @@ SET = (
 )
 
 READ = (
+    Row(
+        "torch._C.DisableTorchFunctionSubclass",
+        "read",
+        ("trainer/loss_scale.py",),
+        "a number that notes who computes with it",
+        f"{TORCH}::test_a_tensor_can_note_what_is_done_with_it",
+        STAYS,
+    ),
+    Row(
+        "torch._C",
+        "read",
+        ("trainer/loss_scale.py",),
+        "the module of the name above",
+        f"{TORCH}::test_a_tensor_can_note_what_is_done_with_it",
+        STAYS,
+    ),
+    Row(
+        "torch.utils._pytree.tree_leaves",
+        "read",
+        ("trainer/loss_scale.py",),
+        "the tensor among nested arguments",
+        f"{TORCH}::test_a_tensor_can_note_what_is_done_with_it",
+        "it has a public name",
+    ),
+    Row(
+        "transformers.Trainer._loss_shifts_labels",
+        "read",
+        ("trainer/loss_scale.py",),
+        "which labels Trainer counts",
+        f"{CONTRACT}::test_what_is_announced_or_refused_on_models_and_trainers",
+        "it has a public name",
+    ),
+    Row(
+        "torch.distributed.distributed_c10d._get_default_store",
+        "read",
+        ("watcher.py",),
+        "the store through which ranks say what they call",
+        f"{TORCH}::test_the_default_store_can_be_cloned",
+        "it has a public name",
+    ),
     Row(
         "transformers.Trainer._save",
         "read",

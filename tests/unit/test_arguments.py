@@ -242,6 +242,20 @@ def test_check_loading_has_three_values(build, value):
     raises_naming(lambda: build(check_loading=value), "check_loading", repr(value), "sample", "full", "off")
 
 
+@pytest.mark.parametrize("value", ["ignore", True, False, ""])
+def test_on_nonfinite_has_three_values(build, value):
+    raises_naming(lambda: build(on_nonfinite=value), "on_nonfinite", repr(value), "warn", "skip", "stop")
+
+
+def test_on_nonfinite_comes_from_every_source(build, accelerate_yaml, monkeypatch):
+    assert build().on_nonfinite == "warn"
+    accelerate_yaml({"on_nonfinite": "skip"})
+    assert build().on_nonfinite == "skip"
+    monkeypatch.setenv("FSDPTURBO_ON_NONFINITE", "stop")
+    assert build().on_nonfinite == "stop"
+    assert build(on_nonfinite="warn").on_nonfinite == "warn"
+
+
 def test_check_loading_comes_from_every_source(build, accelerate_yaml, monkeypatch):
     """YAML reads a bare off as false."""
     assert build().check_loading == "sample"

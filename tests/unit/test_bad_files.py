@@ -53,6 +53,8 @@ def test_staging_is_no_link(tmp_path):
         commit.open_staging(str(tmp_path / "run"), "checkpoint-1")
     with pytest.raises(ValueError, match="is a link"):
         own_folder(str(tmp_path / "run" / commit.STAGING))
+    with pytest.raises(ValueError, match="is a link"):
+        commit.staging_dir(str(tmp_path / "run"), "1a2b3c4d")
     assert os.listdir(tmp_path / "elsewhere") == []
 
 
@@ -152,6 +154,8 @@ def test_an_adapter_brings_its_base_and_no_trust(tmp_path):
         base_of_adapter(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert base_of_adapter(str(tmp_path)) == str(tmp_path)
+    with pytest.raises(ValueError, match="its code is not run"):
+        refuse_trusted_base(str(tmp_path), True, "org/base")
 
 
 STATE = {"global_step": 3, "max_steps": 4, "epoch": 0.5, "log_history": [{"loss": 1.0}], "best_metric": None}

@@ -197,11 +197,12 @@ def test_a_failing_rank_asks_nobody_about_a_background_save(monkeypatch):
     class Trainer(FSDPTurboTrainerMixin, Loop):
         def __init__(self):
             self.parallel_state, self.model = object(), None  # sharded
+            self.callback_handler = SimpleNamespace(callbacks=[])
             self._saving = saving.Saving(self, SimpleNamespace(checkpoint_format=None, verify_checkpoint=True))
 
     waited = []
     trainer = Trainer()
-    trainer.args = SimpleNamespace(save_on_each_node=False, push_to_hub=False)
+    trainer.args = SimpleNamespace(save_strategy="no", save_on_each_node=False, push_to_hub=False)
     trainer.async_save = True
     trainer._saving.background = SimpleNamespace(wait=lambda leaving: waited.append(leaving))
     monkeypatch.setattr(saving, "agree", lambda *args: pytest.fail("a collective on the way out"))
@@ -243,8 +244,11 @@ def test_true_from_a_command_line_means_the_newest(monkeypatch):
     class Trainer(FSDPTurboTrainerMixin, Loop):
         def __init__(self):
             self.parallel_state, self.model = object(), None  # sharded
+            self.callback_handler = SimpleNamespace(callbacks=[])
             self._saving = saving.Saving(self, SimpleNamespace(checkpoint_format=None, verify_checkpoint=True))
-            self.args = SimpleNamespace(save_on_each_node=False, push_to_hub=False, output_dir="run")
+            self.args = SimpleNamespace(
+                save_on_each_node=False, push_to_hub=False, output_dir="run", save_strategy="no"
+            )
 
     monkeypatch.setattr(resuming, "newest_checkpoint", lambda run_dir, each_node: f"{run_dir}/checkpoint-9")
     asked = {True: "run/checkpoint-9", "true": "run/checkpoint-9", "True": "run/checkpoint-9", None: None, "a": "a"}

@@ -113,3 +113,15 @@ def test_names_of_peft_that_lora_reads():
     wrapper = peft.utils.ModulesToSaveWrapper(second, "default")
     assert wrapper.original_module is second
     assert list(wrapper.modules_to_save) == ["default"]
+
+
+def test_trl_keeps_a_reference_adapter_in_a_peft_model():
+    """It adds an adapter ``ref`` and copies the trained one into it; for the reference it calls ``set_adapter``."""
+    from peft import PeftModel
+    from trl.trainer.utils import use_adapter
+
+    text = inspect.getsource(dpo_trainer.DPOTrainer.__init__)
+    assert 'model.add_adapter("ref", default_config)' in text
+    assert 'name.replace(".default.", ".ref.")' in text
+    assert "model.set_adapter(adapter_name)" in inspect.getsource(use_adapter)
+    assert list(inspect.signature(PeftModel.add_adapter).parameters)[:3] == ["self", "adapter_name", "peft_config"]

@@ -25,6 +25,7 @@ OVERRIDES = {
     "_get_grad_norm": "self model grad_norm",
     "_get_num_items_in_batch": "self batch_samples device",
     "_get_output_dir": "self trial",
+    "_init_training_state": "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial",
     "_load_best_model": "self",
     "_load_from_checkpoint": "self resume_from_checkpoint model",
     "_load_optimizer_and_scheduler": "self checkpoint",

@@ -480,3 +480,18 @@ def test_data_loaders_take_the_trainers_collator():
     source = inspect.getsource(Trainer._get_dataloader)
     assert "data_collator = self.data_collator" in source
     assert '"collate_fn": data_collator' in source
+
+
+def test_what_is_announced_or_refused_on_models_and_trainers():
+    """Methods that stand on instances, and what Trainer reads where a loss is scaled or SIGTERM saves."""
+    from transformers import GenerationMixin, PreTrainedModel, Trainer, TrainingArguments
+
+    first = arguments(PreTrainedModel.save_pretrained)[1:4]
+    assert first == ["save_directory", "is_main_process", "state_dict"]
+    assert arguments(PreTrainedModel.resize_token_embeddings)[:2] == ["self", "new_num_tokens"]
+    assert callable(GenerationMixin.generate)
+    assert "enable_jit_checkpoint" in TrainingArguments.__dataclass_fields__
+    assert "self._loss_shifts_labels" in inspect.getsource(Trainer._get_num_items_in_batch)
+    scaled = inspect.getsource(Trainer.compute_loss)
+    assert "self.accelerator.num_processes // self.get_tp_size()" in scaled
+    assert scaled.index("model(**inputs)") < scaled.index("get_tp_size"), "the loss is there when it is asked"

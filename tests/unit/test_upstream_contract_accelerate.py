@@ -114,3 +114,19 @@ def test_recursively_apply_reaches_nested_tensors_and_takes_more_arguments():
     nested = {"a": [torch.ones(1)], "b": (torch.ones(1), None)}
     found = recursively_apply(lambda tensor, factor: tensor * factor, nested, 3)
     assert (found["a"][0].item(), found["b"][0].item(), found["b"][1]) == (3.0, 3.0, None)
+
+
+def test_state_dicts_are_asked_of_the_instance():
+    assert arguments(Accelerator.get_state_dict) == ["self", "model", "unwrap"]
+
+
+def test_streams_are_dispatched_unless_the_configuration_says_no(accelerator):
+    from accelerate import data_loader
+
+    assert accelerator.dispatch_batches is None
+    accelerator.dataloader_config.dispatch_batches = False
+    assert accelerator.dispatch_batches is False
+    assert "isinstance(dataloader.dataset, IterableDataset)" in source(data_loader.prepare_data_loader)
+    shard = data_loader.IterableDatasetShard([1, 2, 3], batch_size=2, num_processes=2)
+    assert (shard.batch_size, shard.dataset) == (2, [1, 2, 3])
+    assert "self.remainder = observed_batch_size" in source(data_loader.DataLoaderDispatcher.__iter__)

@@ -150,3 +150,33 @@ def test_state_of_a_chain_of_schedulers():
     assert state["_milestones"] == [2]
     assert [type(inner) for inner in state["_schedulers"]] == [dict, dict]
     assert all("base_lrs" in inner for inner in state["_schedulers"])
+
+
+def test_a_tensor_can_note_what_is_done_with_it():
+    """``torch._C.DisableTorchFunctionSubclass`` and ``tree_leaves``, through what is made of them."""
+    from torch.utils._pytree import tree_leaves
+
+    from hf_fsdpturbo.trainer.loss_scale import NotedNumber
+
+    used: list[str] = []
+    number = NotedNumber.of(torch.tensor(4), used)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert isinstance(number + 0, torch.Tensor)
+    moved = number.to(torch.float32).clone()
+    assert moved.dtype.is_floating_point
+    assert tree_leaves([{"a": moved}])[0] is moved
+    assert moved.device.type == "cpu"
+    assert torch.is_floating_point(moved)
+    assert moved.dim() == 0
+    assert used == [], "moving it and asking about it is not computing with it"
+    loss = torch.tensor(8.0) / moved
+    assert type(loss) is torch.Tensor
+    assert float(loss) == 2.0
+    assert used
+
+
+def test_the_default_store_can_be_cloned(one_rank):
+    from torch import distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    assert hasattr(store, "clone"), "each thread has a connection of its own"

@@ -20,7 +20,10 @@ UNIT = Path(__file__).parent
 
 # Private-looking names in our sources that are not upstream's.
 OURS = {
+    "_clock": "prefix of a file that is made to ask a file system for its time",
+    "_current_frames": "sys, Python's own",
     "_deleting": "suffix of a folder that is being removed",
+    "_exit": "os, Python's own",
     "_fsdpturbo_unused": "ours, on a model: the tensors of its release that it does not use",
     "_gradient_divide_factor": "a field of fsdp_turbo's plan, older releases; tests/support/fsdp_turbo_stand_in",
 }
@@ -33,7 +36,10 @@ PUBLIC = {
     "fsdpturbo_block": "our own, on experts modules",
     "grad": "torch: gradient of a parameter",
     "hidden_size": "fsdp_turbo's dispatchers read it; the attribute is ours",
+    "inference_mode": "peft: a field of an adapter's configuration",
     "loss": "a field of TRL's output, which is made for each call",
+    "should_save": "transformers: TrainerControl is there to be set",
+    "should_training_stop": "the same",
     "tape": "our own thread-local",
 }
 

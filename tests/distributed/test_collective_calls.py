@@ -1,0 +1,115 @@
+"""Calls that all ranks must make (H1), and what a sharded model's own ways to save give (C6); one spawn."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.test_save_model import plain_logits, tensors
+from tests.support.reference_run import Run, build_trainer
+from tests.support.spawn import RankError, run_plain, run_ranks
+from tests.support.tiny_models import texts
+
+
+def save_in_every_way(trainer, folder: Path) -> dict[str, list[int]]:
+    """C6: three folders that should hold the same tensors."""
+    trainer.save_model(str(folder / "save_model"))
+    trainer.model.save_pretrained(folder / "save_pretrained")
+    unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    main = trainer.accelerator.is_main_process
+    save = trainer.accelerator.save
+    unwrapped.save_pretrained(folder / "state_dict", is_main_process=main, state_dict=state, save_function=save)
+    return {name: list(tensor.shape) for name, tensor in state.items()}
+
+
+def calls(run: Run, folder: Path) -> None:
+    """Rank function: leaves what it saw in files, as the last call ends one of the ranks."""
+    from transformers import TrainerCallback
+
+    from hf_fsdpturbo import watcher
+
+    watcher.POLL, watcher.SITS, watcher.GOODBYE = 0.1, 1.0, 0.0
+    trainer = build_trainer(run, turbo=True)
+    rank = trainer.args.process_index
+    seen = {"state": save_in_every_way(trainer, folder), "said": []}
+
+    def keep(error: ValueError) -> None:
+        seen["said"].append(str(error))
+        (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+
+    if rank == 1:
+        time.sleep(3)  # works, and comes at last
+    trainer.evaluate()
+    try:
+        trainer.model.save_pretrained(folder / "refused", variant="fp16")
+    except ValueError as error:
+        keep(error)
+    try:
+        trainer.evaluate() if rank else trainer.save_model(str(folder / "never"))
+    except ValueError as error:
+        keep(error)
+
+    class SavesAlone(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.is_world_process_zero and state.global_step == 2:
+                trainer.save_model(str(folder / "never"))
+
+    trainer.add_callback(SavesAlone())
+    try:
+        trainer.train()
+    except ValueError as error:
+        keep(error)
+        time.sleep(10)  # the other rank is to go first
+
+
+@pytest.fixture(scope="module")
+def called(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calls")
+    data = {"text": texts(8, seed=2)}
+    run = Run(tiny("qwen3_moe"), data, {"max_steps": 4}, {"ep_size": 2}, eval_data=data, gradients=False)
+    started = time.monotonic()
+    with pytest.raises(RankError) as died:
+        run_ranks(calls, 2, run, folder, timeout=90)
+    assert time.monotonic() - started < 80
+    return folder, died.value, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_h1_a_call_of_one_rank_is_named_and_the_rank_that_sits_in_a_collective_is_ended(called):
+    _, died, (first, second) = called
+    said = first["said"][-1]
+    assert said.startswith("save_model was called by rank 0 of 2 only, but all ranks must call it together: rank 1 ")
+    assert "waits in" in said
+    assert len(second["said"]) == 2, "rank 1 sat in a collective and could not raise"
+    assert (died.rank, died.kind) == (1, "Died"), str(died)
+    assert f"rank 1 is ended: {said}" in str(died)
+
+
+def test_h1_calls_of_different_names_are_named_on_every_rank(called):
+    for seen in called[2]:
+        assert "evaluate on rank 1; save_model on rank 0" in seen["said"][1]
+
+
+def test_c6_a_model_saves_itself_as_save_model_does(called):
+    folder, _, (first, second) = called
+    expected = tensors(folder / "save_model")
+    assert expected
+    assert tensors(folder / "save_pretrained") == expected == tensors(folder / "state_dict")
+    assert first["state"]
+    assert second["state"] == {}, "whole tensors are rank 0's"
+    assert "variant" in first["said"][0]
+    logits = [run_plain(plain_logits, str(folder / name))[0] for name in ("save_model", "save_pretrained")]
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
+
+
+def test_c6_the_state_dict_saves_the_same_values(called):
+    from safetensors.torch import load_file
+
+    folder = called[0]
+    one, other = (load_file(folder / name / "model.safetensors") for name in ("save_model", "state_dict"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=0, atol=0)
