@@ -26,7 +26,7 @@ class Loop:
 
 class Trainer(FSDPTurboTrainerMixin, Loop):
     def __init__(self, folder):
-        self.folder = folder
+        self.folder, self.model = folder, None
         self.args = SimpleNamespace(
             save_strategy="steps", save_on_each_node=False, push_to_hub=False, output_dir=str(folder)
         )
