@@ -6,7 +6,7 @@
 # make families every model family against plain Transformers; writes docs/models.md (make test: the small sweep);
 #               in parts, then merged: see .venv/bin/python -m tests.families --help
 # make peers  TRL's own trainer tests with our classes: PEERS=folder of a checkout (fetched, not copied here)
-# make fuzz   5,000 bad inputs from a seed, on two ranks and in one process (make test: 300)
+# make fuzz   5,000 bad inputs from a seed, on two ranks and in one process (make test: 160)
 # make matrix the five published layouts on 16 and 8 CPU processes, 100 steps each (make test: 20)
 #
 # Each target makes .venv and installs into it when needed; an existing .venv is used as it is.
