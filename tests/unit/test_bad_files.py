@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from hf_fsdpturbo.loading.config_values import asks_for_much, check_counts, chec
 from hf_fsdpturbo.loading.expert_numbers import check_expert_numbers
 from hf_fsdpturbo.loading.files import base_of_adapter, refuse_trusted_base, safetensors_header
 from hf_fsdpturbo.trainer.rows import TokensInRange
+from hf_fsdpturbo.trainer.set_up import SetUp
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", "a\0b", "a//b", "..\\x", "a\nb"])
@@ -156,6 +158,17 @@ def test_an_adapter_brings_its_base_and_no_trust(tmp_path):
     assert base_of_adapter(str(tmp_path)) == str(tmp_path)
     with pytest.raises(ValueError, match="its code is not run"):
         refuse_trusted_base(str(tmp_path), True, "org/base")
+
+
+@pytest.mark.parametrize("beside", [(), ("config.json",)])
+def test_training_goes_on_from_an_adapter_without_trust_in_its_base(tmp_path, beside):
+    pytest.importorskip("peft").LoraConfig(base_model_name_or_path="org/base").save_pretrained(tmp_path)
+    for name in beside:
+        (tmp_path / name).write_text("{}")
+    for config in ({"trust_remote_code": True}, {"model_init_kwargs": {"trust_remote_code": True}}):
+        set_up = SimpleNamespace(given={}, config=SimpleNamespace(**config))
+        with pytest.raises(ValueError, match="names the base 'org/base': its code is not run"):
+            SetUp._load_adapter(set_up, str(tmp_path))
 
 
 STATE = {"global_step": 3, "max_steps": 4, "epoch": 0.5, "log_history": [{"loss": 1.0}], "best_metric": None}
