@@ -33,9 +33,8 @@ def kept_by_attention(unit: Unit, config: Any, run: PlannedRun) -> int:
     if getattr(config, "kv_lora_rank", None):
         latent = (config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_rope_head_dim
         queries = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
-        return norm_bytes(latent, run, b) + b * (latent + 2 * queries + heads * config.v_head_dim) + attention_bytes(
-            config, b
-        )
+        kept = norm_bytes(latent, run, b) + b * (latent + 2 * queries + heads * (config.qk_nope_head_dim + config.v_head_dim))
+        return kept + attention_bytes(config, b)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv = (getattr(config, "num_key_value_heads", None) or heads) * size
     kept = b * (heads * size + 2 * kv) + attention_bytes(config, b)
@@ -63,6 +62,8 @@ def kept_by_experts(unit: Unit, config: Any, run: PlannedRun) -> int:
     b, top_k, total = run.compute_bytes, choices(config), 0
     for experts in unit.experts:
         total += 8 * experts.num_experts  # logits and probabilities, float32
+        if getattr(config, "n_routed_experts", None):  # DeepSeek's and GLM's router reads its rows in float32
+            total += 4 * config.hidden_size
         if is_fused(unit, run):
             total += top_k * (2 * experts.ffn * b + 4)
         else:

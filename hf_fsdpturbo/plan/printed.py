@@ -63,7 +63,7 @@ def notes_of(shape: ModelShape, run: PlannedRun) -> list[str]:
     if any(unit.experts and not experts.is_plain for unit in shape.layers for experts in unit.experts):
         notes.append("experts are not a plain SwiGLU: their own forward runs, counted coarsely")
     if any(unit.is_linear_attention for unit in shape.layers):
-        notes.append("linear attention is counted coarsely")
+        notes.append("linear attention is counted coarsely, as FLA keeps it; PyTorch's rule keeps 2 to 3 times as much")
     if getattr(shape.model, "_supports_sdpa", True) is False:
         notes.append("attention is counted as flash: eager attention keeps length x heads numbers a token besides")
     if run.task == "dpo":
@@ -158,7 +158,7 @@ def yaml_of(shape: ModelShape, run: PlannedRun) -> str:
     ]
     return "\n".join(
         [
-            f"# {shape.name} on {sizes.world_size} devices: {peak.gib():.1f} GiB a rank, planned by hf-fsdpturbo plan.",
+            f"# {shape.name} on {sizes.world_size} devices: {peak.gib():.1f} GiB a rank, by hf-fsdpturbo plan.",
             f"# With {' '.join(arguments)}",
             "compute_environment: LOCAL_MACHINE",
             "distributed_type: MULTI_GPU",

@@ -60,7 +60,7 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class Unit:
-    """What one FSDP unit manages: parts that are sharded, parts that stay whole; of a layer its experts and linears."""
+    """What one FSDP unit manages: parts that are sharded, parts that stay whole; a layer's experts and linears."""
 
     sharded: tuple[Part, ...] = ()
     whole: tuple[Part, ...] = ()
