@@ -33,8 +33,8 @@ def kept_by_attention(unit: Unit, config: Any, run: PlannedRun) -> int:
     if getattr(config, "kv_lora_rank", None):
         latent = (config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_rope_head_dim
         queries = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
-        kept = norm_bytes(latent, run, b) + b * (latent + 2 * queries + heads * (config.qk_nope_head_dim + config.v_head_dim))
-        return kept + attention_bytes(config, b)
+        values = heads * (config.qk_nope_head_dim + config.v_head_dim)  # one projection gives keys and values
+        return norm_bytes(latent, run, b) + b * (latent + 2 * queries + values) + attention_bytes(config, b)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv = (getattr(config, "num_key_value_heads", None) or heads) * size
     kept = b * (heads * size + 2 * kv) + attention_bytes(config, b)

@@ -63,8 +63,8 @@ def notes_of(shape: ModelShape, run: PlannedRun) -> list[str]:
     if any(unit.experts and not experts.is_plain for unit in shape.layers for experts in unit.experts):
         notes.append("experts are not a plain SwiGLU: their own forward runs, counted coarsely")
     if any(unit.is_linear_attention for unit in shape.layers):
-        notes.append("linear attention is counted coarsely, as FLA keeps it; PyTorch's rule keeps 2 to 3 times as much")
-    if getattr(shape.model, "_supports_sdpa", True) is False:
+        notes.append("linear attention is counted coarsely, as FLA keeps it; PyTorch's rule keeps 2 to 3 times that")
+    if any(name.endswith(".sinks") for name, _ in shape.model.named_parameters()):  # sdpa has none
         notes.append("attention is counted as flash: eager attention keeps length x heads numbers a token besides")
     if run.task == "dpo":
         notes.append("DPO's whole logits are counted as three of them; not measured")

@@ -148,7 +148,6 @@ def read_config(model: str) -> tuple[Any, tuple[str, ...]]:
         ) from None
     if getattr(config, "quantization_config", None) is not None:
         notes.append("the checkpoint is quantised: planned as if its weights were stored in full")
-        del config.quantization_config
     text = config.get_text_config()
     if text is not config:
         notes.append(f"only the text model of {config.model_type} is planned")

@@ -294,3 +294,14 @@ def test_a_config_file_that_is_none(tmp_path, capsys):
             cli.main(["plan", str(path), "--devices", "2"])
         assert error.value.code == 2
         assert "error: MODEL" in capsys.readouterr().err
+
+
+def test_a_folder_of_a_quantised_release_is_planned_in_full(tmp_path, capsys):
+    config = tiny_config("gpt_oss").to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for model in (tmp_path, tmp_path / "config.json"):
+        assert cli.main(["plan", str(model), "--devices", "2", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["layout"]["ep_size"] == 2
+        assert any("quantised" in note for note in found["notes"])
+        assert any("counted as flash" in note for note in found["notes"])
