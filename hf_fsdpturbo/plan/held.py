@@ -56,6 +56,13 @@ def expert_bytes(experts: ExpertShape, run: PlannedRun) -> tuple[int, int]:
     return elements, stored + shared
 
 
+def holds_whole(experts: ExpertShape, run: PlannedRun) -> bool:
+    """Whether FSDP has nothing to do: Note [Experts that one rank holds whole] of ``sharding/expert_fsdp.py``."""
+    sizes = run.topology
+    converted = run.storage == "float32" and not (experts.is_plain and not run.lora_r)
+    return sizes.world_size == 1 or (sizes.expert_shard_size == sizes.edp_size == 1 and not converted)
+
+
 def lora_bytes(unit: Unit, run: PlannedRun) -> int:
     """Bytes of a layer's adapters on a rank: A and B of every place."""
     if not run.lora_r:
@@ -79,7 +86,7 @@ def held_by(unit: Unit, run: PlannedRun) -> Held:
     for experts in unit.experts:
         elements, stored = expert_bytes(experts, run)
         weights += stored
-        converted = run.storage == "float32" and experts.is_plain and run.holds_experts_whole
+        converted = run.storage == "float32" and experts.is_plain and holds_whole(experts, run)
         if converted and not run.lora_r and keeps_copies(run):
             copies += elements * run.compute_bytes
     reference = weights if run.task == "dpo" and not run.lora_r else 0

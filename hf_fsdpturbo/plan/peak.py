@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from hf_fsdpturbo.lm_head.linear_cross_entropy import tile_rows
 from hf_fsdpturbo.plan.activations import exchanged_rows, kept, kept_whole, worked_with
-from hf_fsdpturbo.plan.held import Held, expert_bytes, held, held_by
+from hf_fsdpturbo.plan.held import Held, expert_bytes, held, held_by, holds_whole
 from hf_fsdpturbo.plan.planned_run import PlannedRun
 from hf_fsdpturbo.plan.shape import ModelShape, Unit
 
@@ -84,8 +84,8 @@ def gathered(unit: Unit, run: PlannedRun) -> int:
     total = 0
     if run.topology.world_size > 1:
         total = sum(part.numel * part.gathered for part in unit.sharded)
-        if not run.holds_experts_whole:
-            total += sum(experts.numel for experts in unit.experts) // run.topology.ep_size * run.compute_bytes
+        through = sum(experts.numel for experts in unit.experts if not holds_whole(experts, run))
+        total += through // run.topology.ep_size * run.compute_bytes
     return total
 
 
@@ -94,9 +94,8 @@ def reduced(unit: Unit, run: PlannedRun) -> int:
     if run.topology.world_size == 1 or run.lora_r:
         return 0
     total = sum(part.numel * (part.gathered + 4) for part in unit.sharded)
-    if not run.holds_experts_whole:
-        total += sum(e.numel for e in unit.experts) // run.topology.ep_size * (run.compute_bytes + 4)
-    return total
+    through = sum(experts.numel for experts in unit.experts if not holds_whole(experts, run))
+    return total + through // run.topology.ep_size * (run.compute_bytes + 4)
 
 
 def head_bytes(shape: ModelShape, run: PlannedRun) -> int:
@@ -161,7 +160,8 @@ def _backward(step: _Step, index: int, gradients: int, activations: int, units: 
     if run.lora_r:
         elements = stored = 0
     own = elements * run.compute_bytes
-    final = stored if run.holds_experts_whole else elements * 4  # our view converts, or FSDP's buffer is float32
+    whole = all(holds_whole(experts, run) for experts in unit.experts)
+    final = stored if whole else elements * 4  # our view converts, or FSDP's buffer is float32
     name = f"layer {index}"
     found = [
         step.moment(name, gradients + own // 3, activations=activations, work=before, dispatch=rows, units=units),

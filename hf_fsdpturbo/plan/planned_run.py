@@ -79,11 +79,6 @@ class PlannedRun:
         """Bytes of the stream between layers: as weights are stored (as under autocast)."""
         return 4 if self.storage == "float32" else 2
 
-    @property
-    def holds_experts_whole(self) -> bool:
-        """Whether FSDP has nothing to do for experts: one rank holds what it computes with."""
-        return self.topology.expert_shard_size == 1 and self.topology.edp_size == 1
-
 
 @dataclass(frozen=True)
 class Asked:

@@ -1,16 +1,17 @@
-"""Layouts that fit, ranked: the least recomputed first, then the fewest bytes exchanged, then the least memory."""
+"""Layouts that fit, ranked by what they cost beside the plain work: bytes exchanged and recompute; then by memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_fsdpturbo.parallelize.kept_activations import choices
 from hf_fsdpturbo.plan.exchanged import Sent, sent
 from hf_fsdpturbo.plan.peak import GIB, Moment, highest
 from hf_fsdpturbo.plan.planned_run import RECOMPUTES, Asked, PlannedRun
 from hf_fsdpturbo.plan.shape import ModelShape, check_fits
 
 FREE = 2.0  # GiB that CUDA, NCCL and fragments are left
-_EFFORT = {"off": 0, "selective": 1, "full": 2}
+COMPUTE = 300e12  # operations a second that recompute runs at
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,25 @@ class Candidate:
     run: PlannedRun
     peak: Moment
     sent: Sent
+    again: float  # seconds of a micro-step's recompute
 
     @property
-    def rank(self) -> tuple[int, float, int]:
-        return _EFFORT[self.run.recompute], round(self.sent.seconds, 4), self.peak.total
+    def seconds(self) -> float:
+        """Of exchange and recompute, nothing hidden: to rank layouts, not to predict time."""
+        return self.sent.seconds + self.again
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return round(self.seconds, 4), self.peak.total
+
+
+def recomputed(shape: ModelShape, run: PlannedRun) -> float:
+    """Seconds of a micro-step's recompute: matmuls of the layers; experts' up with ``full``, their down never."""
+    if run.recompute == "off":
+        return 0.0
+    dense = sum(unit.numel for unit in shape.layers)
+    up = 2 / 3 * shape.expert_numel * choices(shape.config) / max(shape.num_experts, 1)
+    return 2 * run.tokens * (dense + (up if run.recompute == "full" else 0)) / COMPUTE
 
 
 def fits(peak: Moment, memory: float) -> bool:
@@ -55,5 +71,5 @@ def search(shape: ModelShape, asked: Asked) -> list[Candidate]:
                     continue  # sizes that a run would refuse
                 peak = highest(shape, run)
                 if fits(peak, asked.memory):
-                    found.append(Candidate(run, peak, sent(shape, run)))
+                    found.append(Candidate(run, peak, sent(shape, run), recomputed(shape, run)))
     return sorted(found, key=lambda candidate: candidate.rank)
