@@ -24,6 +24,7 @@ COMMANDS = {
     "sft": Command(_LAUNCHED, ("sft",), "supervised fine-tuning, launched on all devices"),
     "dpo": Command(_LAUNCHED, ("dpo",), "preference optimisation, launched on all devices"),
     "reward": Command(_LAUNCHED, ("reward",), "reward modelling, launched on all devices"),
+    "plan": Command("hf_fsdpturbo.plan.command", (), "GiB a rank of a layout, or the layouts that fit"),
     "configs": Command("hf_fsdpturbo.commands.configs", (), "the shipped launch files: list, print, copy"),
     "doctor": Command("hf_fsdpturbo.commands.doctor_door", (), "is this machine ready?"),
     "export": Command("hf_fsdpturbo.commands.export_door", (), "write a checkpoint in Hugging Face format"),
