@@ -1,29 +1,58 @@
-"""The command line: ``hf-fsdpturbo doctor [--json]`` and ``hf-fsdpturbo export ...``."""
+"""The command line: ``hf-fsdpturbo COMMAND ...``; each command parses the rest of the line itself."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
+
+from hf_fsdpturbo import __version__
+from hf_fsdpturbo.commands.one_line import refuse
+
+
+class Command(NamedTuple):
+    """A module with ``main``, what ``main`` takes before the words, and a line of help."""
+
+    module: str
+    before: tuple[str, ...]
+    help: str
+
+
+_LAUNCHED = "hf_fsdpturbo.commands.launched"
+COMMANDS = {
+    "sft": Command(_LAUNCHED, ("sft",), "supervised fine-tuning, launched on all devices"),
+    "dpo": Command(_LAUNCHED, ("dpo",), "preference optimisation, launched on all devices"),
+    "reward": Command(_LAUNCHED, ("reward",), "reward modelling, launched on all devices"),
+    "plan": Command("hf_fsdpturbo.plan.command", (), "GiB a rank of a layout, or the layouts that fit"),
+    "configs": Command("hf_fsdpturbo.commands.configs", (), "the shipped launch files: list, print, copy"),
+    "doctor": Command("hf_fsdpturbo.commands.doctor_door", (), "is this machine ready?"),
+    "export": Command("hf_fsdpturbo.commands.export_door", (), "write a checkpoint in Hugging Face format"),
+}
+PROG = "hf-fsdpturbo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command and return the exit code; ``export`` parses the rest of the line itself."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["export"]:
-        code = importlib.import_module("hf_fsdpturbo.export").main(arguments[1:])
-        return int(code or 0)
-    parser = argparse.ArgumentParser(prog="hf-fsdpturbo", description="Expert parallelism for Hugging Face trainers.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser("doctor", help="is this machine ready? versions, devices, operators, an exchange")
-    doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    doctor.add_argument("--timeout", type=float, default=None, help="seconds a single check may take")
-    commands.add_parser("export", help="write a checkpoint in Hugging Face format", add_help=False)
-    parsed = parser.parse_args(arguments)
-    from hf_fsdpturbo.doctor.report import TIMEOUT, run
+    """Run one command and return the exit code; 2 for wrong input."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words else ""
+    if name in ("-h", "--help"):
+        print(help_text())
+        return 0
+    if name == "--version":
+        print(f"hf_fsdpturbo {__version__}")
+        return 0
+    if name not in COMMANDS:
+        refuse(PROG, f"argument COMMAND: {name!r} is no command; there are {', '.join(COMMANDS)}")
+    command = COMMANDS[name]
+    return int(importlib.import_module(command.module).main(*command.before, words[1:]) or 0)
 
-    return run(parsed.json, parsed.timeout or TIMEOUT)
+
+def help_text() -> str:
+    """What ``--help`` says."""
+    lines = [f"usage: {PROG} COMMAND ... | --version", "", "Expert parallelism for Hugging Face trainers.", ""]
+    lines += [f"  {name:<8}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, "", f"{PROG} COMMAND --help says more."])
 
 
 if __name__ == "__main__":

@@ -5,12 +5,9 @@ The model is built on meta, for its names only; one tensor after another is read
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +22,6 @@ _OURS = re.compile(
     r"dcp|optimizer\.json|topology\.json|COMPLETE\.json|scheduler\.pt|scaler\.pt|rng_state.*\.pth|trainer_state\.json"
     r"|training_args\.bin|(model.*|unused)\.safetensors(\.index\.json)?"
 )
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class DcpTensors:
@@ -131,29 +127,3 @@ def export_checkpoint(checkpoint: str, out: str, max_file_bytes: int, trust_remo
         if not _OURS.fullmatch(entry):
             shutil.copytree(source, os.path.join(out, entry)) if os.path.isdir(source) else shutil.copy(source, out)
     return hub.export_tensors(model, DcpTensors(opened, tensors), out, max_file_bytes)
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", text.strip().upper())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MB or a number of bytes")
-    return int(match[1]) * _UNITS[match[2]]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="hf-fsdpturbo export", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", help="a finished checkpoint-N directory")
-    parser.add_argument("out", help="new directory for the Hub checkpoint")
-    parser.add_argument("--max-file-size", type=_size, default="5GB", help="size at which a new file begins (5GB)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run model code that lies in the checkpoint")
-    arguments = parser.parse_args(argv)
-    try:
-        names = export_checkpoint(
-            arguments.checkpoint, arguments.out, arguments.max_file_size, arguments.trust_remote_code
-        )
-    except (ValueError, OSError) as error:
-        print(f"hf-fsdpturbo export: {error}", file=sys.stderr)
-        return 1
-    print(f"{arguments.out}: {len(names)} weight file(s)")
-    return 0

@@ -1,68 +1,25 @@
-"""Supervised fine-tuning with expert parallelism: the steps of TRL's own `trl sft` script, with our two classes in it.
+"""Supervised fine-tuning with expert parallelism: a door to `hf_fsdpturbo/commands/sft.py`, as is `hf-fsdpturbo sft`.
 
-What differs from `trl/scripts/sft.py` (Apache-2.0) is FSDPTurboSFTConfig for SFTConfig, FSDPTurboSFTTrainer for
-SFTTrainer, and that an argument nobody knows is an error: TRL's script drops an unknown key of the YAML, and a
-misspelt `ep_size` would then train without expert parallelism.
+Those are the steps of TRL's own `trl sft` script with FSDPTurboSFTConfig for SFTConfig and FSDPTurboSFTTrainer for
+SFTTrainer, and an argument nobody knows is an error.
 
 Any model and any TRL dataset, from the Hub or from disk:
 
     accelerate launch --config_file accelerate_configs/cuda_ep8.yaml recipes/sft.py \
         --model_name_or_path Qwen/Qwen3-30B-A3B --dataset_name trl-lib/Capybara --output_dir outputs/capybara
 
-A folder with train.jsonl and test.jsonl (or .parquet, .csv) is a `--dataset_name` as well. Several sources, or files
-by name, go into a `datasets:` list in the YAML of `--config`, as in TRL:
+A folder with train.jsonl and test.jsonl (or .parquet, .csv) is a `--dataset_name` as well, and so is one such file.
+Several sources go into a `datasets:` list in the YAML of `--config`, as in TRL:
 
     datasets:
       - path: json
         data_files: my_conversations.jsonl
 """
 
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+from hf_fsdpturbo.commands.recipe import load_splits
+from hf_fsdpturbo.commands.sft import main, make_parser
 
-from hf_fsdpturbo import FSDPTurboSFTConfig, FSDPTurboSFTTrainer
-from hf_fsdpturbo.commands.one_error import run_recipe
-from hf_fsdpturbo.commands.recipe import load_splits, parse, refuse_typed
-
-
-def main(
-    script_args: ScriptArguments,
-    training_args: FSDPTurboSFTConfig,
-    model_args: ModelConfig,
-    dataset_args: DatasetMixtureConfig,
-) -> None:
-    from trl import get_peft_config, get_quantization_config
-
-    refuse_typed(model_args)
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "trust_remote_code": training_args.trust_remote_code,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
-    }
-    dataset = load_splits(script_args, dataset_args, training_args.seed)
-
-    trainer = FSDPTurboSFTTrainer(
-        model=model_args.model_name_or_path,
-        args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(f"Trained, and saved to {training_args.output_dir}.")
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    trainer.end()
-
-
-def make_parser() -> TrlParser:
-    from hf_fsdpturbo.trl import RecipeParser
-
-    return RecipeParser((ScriptArguments, FSDPTurboSFTConfig, ModelConfig, DatasetMixtureConfig))
-
+__all__ = ["load_splits", "main", "make_parser"]
 
 if __name__ == "__main__":
-    run_recipe(lambda: main(*parse(make_parser())))
+    main()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.trainer_utils import has_length
 
 from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.bounded import cut
@@ -57,7 +58,7 @@ def refuse_empty(where: str, data: Any) -> None:
     Raises:
         ValueError: naming it.
     """
-    if hasattr(data, "__len__") and len(data) == 0:
+    if has_length(data) and len(data) == 0:
         raise ValueError(f"{where} has no rows. Correct the data files, the split or the filter.")
 
 
@@ -161,7 +162,7 @@ def checked_batches(trainer: Any, dataset: Any) -> Iterator[None]:
     Raises:
         ValueError: the data set has no rows, or has lost them all while it was prepared.
     """
-    if hasattr(dataset, "__len__") and len(dataset) == 0:
+    if has_length(dataset) and len(dataset) == 0:
         raise ValueError(
             "The data set has no rows left to train or evaluate on: preparation leaves out rows that have no tokens. "
             "Correct the data files, or the column names."

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_fsdpturbo import export
 from hf_fsdpturbo.checkpoint import intact
+from hf_fsdpturbo.commands import export_door
+from hf_fsdpturbo.export import export_checkpoint
 from tests.support.reference_run import Run, build_trainer, whole_parameters
 from tests.support.spawn import RankError, run_plain, run_ranks
 from tests.support.tiny_models import save_tiny, texts
@@ -174,7 +175,7 @@ def test_async_saves_are_the_same_and_whole(tmp_path):
     for name in names(tmp_path / "async"):
         intact.check(str(tmp_path / "async" / name))
     for mode in ("sync", "async"):
-        export.export_checkpoint(str(tmp_path / mode / "checkpoint-3"), str(tmp_path / f"{mode}-hub"), 10**9)
+        export_checkpoint(str(tmp_path / mode / "checkpoint-3"), str(tmp_path / f"{mode}-hub"), 10**9)
     sync, later = tensors_of(tmp_path / "sync-hub"), tensors_of(tmp_path / "async-hub")
     assert all(torch.equal(sync[name], later[name]) for name in sync)
 
@@ -270,7 +271,7 @@ def test_export_command(tmp_path, kind, capsys):
     run = make_run(source, max_steps=1)
     run_ranks(train_and_save, 2, run, str(tmp_path / "run"), timeout=60)
     out = tmp_path / "out"
-    assert export.main([str(tmp_path / "run" / "checkpoint-1"), str(out), "--max-file-size", "50KB"]) == 0
+    assert export_door.main([str(tmp_path / "run" / "checkpoint-1"), str(out), "--max-file-size", "50KB"]) == 0
     got, want = tensors_of(out), tensors_of(tmp_path / "run")
     assert sorted(got) == sorted(want) == sorted(tensors_of(source))
     assert not [name for name in want if not torch.equal(got[name], want[name])]
@@ -278,7 +279,8 @@ def test_export_command(tmp_path, kind, capsys):
     assert len(set(index["weight_map"].values())) > 1
     assert {"config.json", "tokenizer.json"} <= set(os.listdir(out))
     assert not {"topology.json", "COMPLETE.json", "optimizer.json", "trainer_state.json"} & set(os.listdir(out))
-    assert export.main([str(tmp_path / "run" / "checkpoint-1"), str(out)]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        export_door.main([str(tmp_path / "run" / "checkpoint-1"), str(out)])
     assert "is not empty" in capsys.readouterr().err
 
 

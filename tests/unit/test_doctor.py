@@ -167,8 +167,8 @@ def test_the_table_and_the_exit_code(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["ok"] is False
 
 
-def test_export_gets_the_rest_of_the_line(monkeypatch):
+def test_a_command_gets_the_rest_of_the_line(monkeypatch):
     seen = []
-    install_module(monkeypatch, "hf_fsdpturbo.export", main=lambda arguments: seen.append(arguments))
+    install_module(monkeypatch, "hf_fsdpturbo.commands.export_door", main=lambda arguments: seen.append(arguments))
     assert cli.main(["export", "--checkpoint", "checkpoint-3", "--help"]) == 0
     assert seen == [["--checkpoint", "checkpoint-3", "--help"]]

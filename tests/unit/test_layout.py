@@ -32,6 +32,8 @@ OWNERS: dict[str, list[str]] = {
 # Files that import a module whose name is not written in the call, and what it can be.
 BY_ANOTHER_NAME = {
     "__init__.py": "modules of this package",
+    "cli.py": "modules of this package",
+    "commands/recipe_words.py": "modules of this package",
     "compat.py": "an installed package, for its version; torch, for grouped_mm",
     "dispatch/dispatcher.py": "modules of this package",
     "doctor/probes.py": "anything: the doctor tries it in a child process",

@@ -95,9 +95,10 @@ def test_m5_names_what_was_typed():
 
 
 def test_m6_export_names_its_own_argument(tmp_path, capsys):
-    from hf_fsdpturbo import export
+    from hf_fsdpturbo.commands import export_door
 
-    assert export.main([str(tmp_path / "nothere"), str(tmp_path / "out")]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        export_door.main([str(tmp_path / "nothere"), str(tmp_path / "out")])
     said = capsys.readouterr().err
     assert "CHECKPOINT" in said
     assert "is no directory" in said

@@ -38,6 +38,7 @@ PUBLIC = {
     "hidden_size": "fsdp_turbo's dispatchers read it; the attribute is ours",
     "inference_mode": "peft: a field of an adapter's configuration",
     "loss": "a field of TRL's output, which is made for each call",
+    "model_init_kwargs": "a public field of TRL's configs, filled as TRL's scripts fill it",
     "should_save": "transformers: TrainerControl is there to be set",
     "should_training_stop": "the same",
     "tape": "our own thread-local",

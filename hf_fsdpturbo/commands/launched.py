@@ -1,0 +1,73 @@
+"""``hf-fsdpturbo sft | dpo | reward``: check the words, then become ``accelerate launch`` of the recipe.
+
+The process is replaced (``exec``), not wrapped: signals, exit status and the search for the launcher's YAML among a
+rank's ancestors stay those of ``accelerate launch``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from hf_fsdpturbo.arguments.yaml_fields import check_yaml_fields
+from hf_fsdpturbo.commands.launch_options import accelerate_words, make_parser
+from hf_fsdpturbo.commands.one_line import refuse
+from hf_fsdpturbo.commands.recipe_words import RECIPES, check_by_parser, check_early, read_recipe, recipe_parser
+from hf_fsdpturbo.launch_config.early_check import LaunchFile, read_early
+from hf_fsdpturbo.launch_config.slurm import slurm_step
+
+DESCRIPTIONS = {
+    "sft": "Supervised fine-tuning, as trl sft, with experts spread over devices.",
+    "dpo": "Preference optimisation, as trl dpo, with experts spread over devices.",
+    "reward": "Reward modelling, as trl reward, with experts spread over devices.",
+}
+
+
+def main(name: str, argv: Sequence[str]) -> int:
+    """Check and launch; returns only where ``--help`` was asked for."""
+    prog = f"hf-fsdpturbo {name}"
+    parser = make_parser(prog, DESCRIPTIONS[name])
+    if {"-h", "--help"} & set(argv):
+        parser.print_help()
+        print("\narguments of the recipe:\n", flush=True)
+        recipe_parser(name).print_help()
+        return 0
+    options, words = parser.parse_known_args(list(argv))
+    try:
+        command = launch_command(name, options, words)
+    except ValueError as error:
+        refuse(prog, error)
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def launch_command(name: str, options: argparse.Namespace, words: list[str]) -> list[str]:
+    """The command line of ``accelerate launch``, everything checked that can be without a rank.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    file = _checked_file(options)
+    step = None if options.nnodes else slurm_step()
+    launch = accelerate_words(options, file, step)
+    recipe = read_recipe(words)
+    check_early(words, recipe)
+    check_by_parser(name, words, recipe)
+    if file:
+        from hf_fsdpturbo.launch_config.accelerate_yaml import read_yaml
+
+        read_yaml(file.path, "--accelerate_config", None)  # what accelerate itself refuses
+    return [sys.executable, "-m", "accelerate.commands.launch", *launch, "--module", RECIPES[name], *words]
+
+
+def _checked_file(options: argparse.Namespace) -> LaunchFile | None:
+    if options.accelerate_config is None:
+        return None
+    try:
+        file = read_early(options.accelerate_config)
+        check_yaml_fields(file.fields, file.path)
+    except ValueError as error:
+        raise ValueError(f"--accelerate_config: {error}") from error
+    return file

@@ -1,0 +1,121 @@
+"""What can be said of a recipe's own arguments before any rank starts: first without imports, then by TRL's parser."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hf_fsdpturbo.commands.data_file import FORMATS
+from hf_fsdpturbo.launch_config import YAML_PREFIX
+
+RECIPES = {
+    "sft": "hf_fsdpturbo.commands.sft",
+    "dpo": "hf_fsdpturbo.commands.dpo",
+    "reward": "hf_fsdpturbo.commands.reward",
+}
+MODEL, DATA = "model_name_or_path", "dataset_name"
+
+
+def read_recipe(words: Sequence[str]) -> dict[str, Any]:
+    """The YAML of ``--config``; empty without one.
+
+    Raises:
+        ValueError: no value, no such file, or no mapping in it.
+    """
+    import yaml
+
+    text = _value(words, "config")
+    if text is None:
+        return {}
+    path = Path(text)
+    if not path.is_file():
+        raise ValueError(f"--config: there is no file {text!r}. Correct the path.")
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config: {text} is no YAML: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"--config: {text} must be a YAML mapping (key: value), but it is {type(recipe).__name__}.")
+    return recipe
+
+
+def check_early(words: Sequence[str], recipe: dict[str, Any]) -> None:
+    """Model and data set are named, and what is written as a path is there.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    model = _value(words, MODEL) or recipe.get(MODEL)
+    if not model:
+        raise ValueError(f"--{MODEL} is missing: a Hub name, or a folder with config.json and weights.")
+    if _is_path(str(model)) and not Path(str(model)).is_dir():
+        raise ValueError(f"--{MODEL}: there is no folder {str(model)!r}. Correct the path, or give a Hub name.")
+    data = _value(words, DATA) or recipe.get(DATA)
+    if not data and not recipe.get("datasets"):
+        raise ValueError(f"--{DATA} is missing: a Hub name, a folder, a file, or a datasets: list in the YAML.")
+    if data and (_is_path(str(data)) or Path(str(data)).suffix in FORMATS) and not Path(str(data)).exists():
+        raise ValueError(f"--{DATA}: there is no file or folder {str(data)!r}. Correct the path.")
+
+
+def check_by_parser(name: str, words: Sequence[str], recipe: dict[str, Any]) -> None:
+    """Every name and every type, by the parser that the ranks will use; nothing is built. Imports TRL.
+
+    Raises:
+        ValueError: an argument that nobody knows, or a value of the wrong type.
+    """
+    parser = recipe_parser(name)
+    parser.error = _raise  # type: ignore[method-assign]
+    given = {key: value for key, value in recipe.items() if key != "env"}
+    _refuse_unknown(parser.set_defaults_with_config(**given)[::2], "the YAML of --config")
+    _, rest = argparse.ArgumentParser.parse_known_args(parser, _without_config(words))
+    _refuse_unknown(rest, "the command line")
+
+
+def recipe_parser(name: str) -> Any:
+    """The parser of a recipe."""
+    return importlib.import_module(RECIPES[name]).make_parser()
+
+
+def _raise(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _refuse_unknown(words: list[str], where: str) -> None:
+    if words:
+        names = [word for word in words if word.startswith("--")] or words
+        ours = [name.lstrip("-").removeprefix(YAML_PREFIX) for name in names if YAML_PREFIX in name]
+        fix = "--help lists all."
+        if ours:
+            fix = f"{YAML_PREFIX}<field> is how the accelerate config spells it: write {', '.join(ours)} here."
+        raise ValueError(f"{', '.join(names)} in {where}: no such argument. {fix}")
+
+
+def _value(words: Sequence[str], name: str) -> str | None:
+    """The last value of ``--name value`` or ``--name=value``; dashes are as good as underscores.
+
+    Raises:
+        ValueError: ``--name`` is the last word or is followed by another option.
+    """
+    spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
+    found = None
+    for index, word in enumerate(words):
+        head, equals, tail = word.partition("=")
+        if head not in spellings:
+            continue
+        following = words[index + 1] if index + 1 < len(words) else "--"
+        if not equals and following.startswith("--"):
+            raise ValueError(f"--{name}: a value is missing.")
+        found = tail if equals else following
+    return found
+
+
+def _is_path(text: str) -> bool:
+    return text.startswith(("/", "./", "../", "~"))
+
+
+def _without_config(words: Sequence[str]) -> list[str]:
+    index = words.index("--config") if "--config" in words else len(words)
+    return [*words[:index], *words[index + 2 :]]

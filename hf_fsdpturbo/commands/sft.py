@@ -1,0 +1,22 @@
+"""Supervised fine-tuning with expert parallelism: TRL's own ``trl sft`` script with our two classes in it."""
+
+from __future__ import annotations
+
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+
+from hf_fsdpturbo.commands.train import run
+from hf_fsdpturbo.trl import FSDPTurboSFTConfig, FSDPTurboSFTTrainer, RecipeParser
+
+
+def make_parser() -> TrlParser:
+    """The recipe's arguments, TRL's and ours."""
+    return RecipeParser((ScriptArguments, FSDPTurboSFTConfig, ModelConfig, DatasetMixtureConfig))
+
+
+def main() -> None:
+    """Train with the command line's arguments."""
+    run(make_parser, FSDPTurboSFTTrainer)
+
+
+if __name__ == "__main__":
+    main()

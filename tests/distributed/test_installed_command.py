@@ -1,0 +1,81 @@
+"""The wheel alone, in an empty folder: `hf-fsdpturbo sft` trains on two ranks, and what it wrote exports."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_models import save_tiny, texts
+
+ROOT = Path(__file__).parents[2]
+BUILT_FROM = ("hf_fsdpturbo", "accelerate_configs", "recipes", "docs")
+FILES = ("pyproject.toml", "setup.py", "setup.cfg", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
+PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
+
+
+def run(folder: Path, *command: str, path: Path | None = None, timeout: int = 150) -> str:
+    """Run a command in ``folder``; the whole process group ends with it. The output of both kinds."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path or "")}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{command} took more than {timeout} s:\n{output[-4000:]}")
+    assert process.returncode == 0, output[-6000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel holds, and the command in its ``bin``. The clone is copied, and stays as it is."""
+    pytest.importorskip("setuptools", minversion="77")
+    source, built, site = (tmp_path_factory.mktemp(name) for name in ("source", "built", "site"))
+    for folder in BUILT_FROM:
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in FILES:
+        shutil.copy(ROOT / file, source)
+    offline = ("--no-deps", "--no-index")
+    run(source, sys.executable, *PIP, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(built), ".")
+    (wheel,) = built.iterdir()
+    run(source, sys.executable, *PIP, "install", *offline, "--target", str(site), str(wheel))
+    return site
+
+
+def test_the_wheel_holds_launch_files_recipes_and_pages(site: Path):
+    for folder, pattern in (("accelerate_configs", "*.yaml"), ("recipes", "*.*"), ("docs", "*.*")):
+        there = {path.name for path in (ROOT / folder).glob(pattern)}
+        assert there
+        assert {path.name for path in (site / "hf_fsdpturbo" / "shipped" / folder).glob(pattern)} == there
+
+
+def test_sft_and_export_in_an_empty_folder(site: Path, tmp_path: Path):
+    model, rows, empty = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "empty"
+    save_tiny("qwen3_moe", model)
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(8)))
+    empty.mkdir()
+    command = str(site / "bin" / "hf-fsdpturbo")
+    words = ["--model_name_or_path", str(model), "--dataset_name", str(rows), "--output_dir", "out"]
+    words += ["--max_steps", "2", "--save_steps", "2", "--per_device_train_batch_size", "1", "--max_length", "32"]
+    words += ["--bf16", "false", "--logging_steps", "1", "--report_to", "none"]
+
+    output = run(empty, command, "sft", "--accelerate_config", "cpu_ep2", *words, path=site)
+    assert "world_size=2, dp_size=2, cp_size=1, ep_size=2" in output
+    assert str(site / "hf_fsdpturbo" / "shipped" / "accelerate_configs" / "cpu_ep2.yaml") in output
+    assert len(re.findall(r"'loss': '[\d.]+'", output)) == 2
+
+    assert "1 weight file(s)" in run(empty, command, "export", "out/checkpoint-2", "hub", path=site)
+    assert {path.name for path in empty.iterdir()} == {"out", "hub"}
+    assert (empty / "hub" / "model.safetensors").stat().st_size > 10_000

@@ -1,0 +1,269 @@
+"""The command line: wrong words get one line and status 2, early; right ones become `accelerate launch`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_fsdpturbo import __version__, cli, shipped
+from hf_fsdpturbo.commands import launched, recipe_words
+from hf_fsdpturbo.commands.launch_options import make_parser
+from hf_fsdpturbo.launch_config.slurm import first_host, slurm_step
+
+ROOT = Path(__file__).parents[2]
+CPU = ["--accelerate_config", "cpu_ep2"]
+MODEL, DATA = ["--model_name_or_path", "some/model"], ["--dataset_name", "some/data"]
+NAMED = [*MODEL, *DATA]
+HEAD = ["--rdzv_endpoint", "head:1234"]
+
+
+@pytest.fixture(autouse=True)
+def _no_slurm(monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def unparsed(monkeypatch):
+    """TRL's parser left out, and accelerate's reading: what comes before them is looked at."""
+    monkeypatch.setattr(launched, "check_by_parser", lambda *arguments: None)
+
+
+def launch(*words: str, name: str = "sft") -> list[str]:
+    """Words for accelerate and the recipe, from ours."""
+    options, rest = make_parser("p", "d").parse_known_args(list(words))
+    return launched.launch_command(name, options, rest)[3:]
+
+
+def refused(capsys, words: list[str]) -> str:
+    """The one line that is said, after exit status 2."""
+    with pytest.raises(SystemExit) as status:
+        cli.main(words)
+    assert status.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    return said
+
+
+def test_version_and_help(capsys):
+    assert cli.main(["--version"]) == cli.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert __version__ in said
+    assert all(f"\n  {name} " in said for name in cli.COMMANDS)
+
+
+WRONG = {
+    "COMMAND": ["train"],
+    "--nproc": ["sft", "--nproc", "none"],
+    "--nnodes": ["dpo", "--nnodes", "0"],
+    "--node_rank": ["reward", "--node_rank", "-1"],
+    "--rdzv_endpoint": ["sft", "--rdzv_endpoint", "head:port"],
+    "--accelerate_config": ["sft", "--accelerate_config", "cpu_ep3"],
+    "--config": ["sft", *CPU, "--config", "nowhere.yaml"],
+    "--config: a value is missing": ["sft", *CPU, "--config"],
+    "--model_name_or_path": ["sft", *CPU, *DATA],
+    "--model_name_or_path: there is no folder": ["sft", *CPU, "--model_name_or_path=./nowhere", *DATA],
+    "--dataset_name": ["sft", *CPU, *MODEL],
+    "--dataset_name: there is no file": ["sft", *CPU, *MODEL, "--dataset-name", "nowhere.jsonl"],
+    "--node_rank must be below the number of machines (2)": ["sft", *CPU, "--nnodes=2", "--node_rank=2", *HEAD],
+    "--node_rank is needed": ["sft", *CPU, "--nnodes", "2", *HEAD],
+    "--rdzv_endpoint is needed": ["sft", *CPU, "--nnodes", "2", "--node_rank", "0"],
+    "--nproc is needed": ["sft", "--nnodes", "2", "--node_rank", "0", *HEAD],
+    "--rdzv_endpoint is for several machines": ["sft", *CPU, *HEAD],
+    "argument NAME": ["configs", "cpu_ep3"],
+    "argument --out": ["configs", "cpu_ep2", "--out", str(ROOT / "setup.cfg")],
+    "--timeout": ["doctor", "--timeout", "soon"],
+    "CHECKPOINT nowhere is no directory": ["export", "nowhere", "out"],
+    "OUT ": ["export", str(ROOT), str(ROOT)],
+    "--max-file-size": ["export", "a", "b", "--max-file-size", "big"],
+}
+
+
+@pytest.mark.parametrize("part", WRONG)
+def test_wrong_words_get_one_line_and_2(part, capsys):
+    said = refused(capsys, WRONG[part])
+    assert part in said
+    assert said.startswith(f"hf-fsdpturbo{'' if part == 'COMMAND' else ' ' + WRONG[part][0]}: error: ")
+
+
+FILES = {
+    "- a list": "must be a YAML mapping",
+    "num_processes: [": "cannot be read",
+    "num_processes: two": "num_processes must be a whole number",
+    "num_processes: 3\nnum_machines: 2": "num_machines=2 must divide num_processes=3",
+    "distributed_type: FSDP": "distributed_type=FSDP",
+    "deepspeed_config: {zero_stage: 2}": "deepspeed_config",
+    "fsdp_config: 2": "fsdp_config must be a mapping",
+    "fsdp_config: {fsdp_version: 2}": "fsdp_version",
+    "fsdp_config: {fsdp_turbo_ep_siez: 2}": "fsdp_turbo_ep_siez",
+    "fsdp_config: {fsdp_turbo_ep_size: two}": "ep_size",
+    "main_process_port: 70000": "main_process_port",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_wrong_launch_file_is_named_before_any_import(text, tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(text + "\n")
+    said = refused(capsys, ["sft", "--accelerate_config", str(tmp_path / "a.yaml"), *NAMED])
+    assert "--accelerate_config: " in said
+    assert FILES[text] in said
+    assert "a.yaml" in said
+
+
+def test_names_paths_and_yaml_are_checked_without_heavy_imports(tmp_path):
+    """The whole way to TRL's parser, in a fresh interpreter."""
+    (tmp_path / "a.yaml").write_text("fsdp_config: {fsdp_turbo_ep_siez: 2}\n")
+    (tmp_path / "r.yaml").write_text("- no mapping\n")
+    words = [*CPU, *NAMED]
+    code = f"""
+import sys
+from hf_fsdpturbo import cli
+for words in (["sft", *{words}, "--config", "r.yaml"], ["dpo", "--accelerate_config", "a.yaml"], ["configs", "x"],
+              ["reward", *{CPU}], ["export", "x", "y"], ["doctor", "--timeout", "0"]):
+    try:
+        cli.main(words)
+    except SystemExit as status:
+        assert status.code == 2, words
+print(sorted({{"torch", "transformers", "accelerate", "trl"}} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env={"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+    assert done.stderr.count("\n") == 6
+
+
+ACCELERATE = {
+    (*CPU,): ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"],
+    (*CPU, "--nproc", "4"): ["--multi_gpu", "--num_processes", "4", "--num_machines", "1", "--main_process_port", "0"],
+    (*CPU, "--nproc", "1"): ["--num_processes", "1", "--num_machines", "1"],
+    ("--nproc", "1"): ["--num_processes", "1", "--num_machines", "1"],
+    (): ["--num_machines", "1"],
+    (*CPU, "--nnodes", "2", "--node_rank", "1", *HEAD): [
+        "--multi_gpu", "--num_processes", "4", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip",
+        "head", "--main_process_port", "1234",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", ACCELERATE)
+def test_words_become_those_of_accelerate(words, unparsed):
+    got = launch(*words, *NAMED, "--ep_size", "2")
+    file = ["--config_file", str(shipped.launch_files()["cpu_ep2"])] if words[:1] == ("--accelerate_config",) else []
+    recipe = ["--module", "hf_fsdpturbo.commands.sft", *NAMED, "--ep_size", "2"]
+    assert got == ["accelerate.commands.launch", *file, *ACCELERATE[words], *recipe][1:]
+
+
+def test_accelerate_reads_them_so(unparsed):
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    words = launch(*CPU, "--nnodes", "2", "--node_rank", "1", *HEAD, *NAMED)
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert (args.num_processes, args.num_machines, args.machine_rank, args.main_process_ip) == (4, 2, 1, "head")
+    assert (args.multi_gpu, args.use_cpu, args.module) == (True, True, True)
+    assert (args.training_script, args.training_script_args) == ("hf_fsdpturbo.commands.sft", NAMED)
+
+
+def test_a_file_for_several_machines_is_kept(tmp_path, unparsed):
+    path = tmp_path / "two.yaml"
+    path.write_text(
+        "distributed_type: MULTI_GPU\nnum_processes: 16\nnum_machines: 2\nmachine_rank: 1\nmain_process_ip: head\n"
+        "main_process_port: 99\ncompute_environment: LOCAL_MACHINE\nuse_cpu: false\nmain_training_function: main\n"
+    )
+    words = launch("--accelerate_config", str(path), *NAMED)
+    assert words[2:12] == [
+        "--multi_gpu", "--num_processes", "16", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip",
+        "head", "--main_process_port",
+    ]  # fmt: skip
+    assert words[12] == "99"
+    assert "8" == launch("--accelerate_config", str(path), "--nnodes", "1", *NAMED)[4], "8 of 16 are this machine's"
+
+
+SLURM = {
+    "SLURM_JOB_ID": "20007",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_NODEID": "1",
+}
+
+
+def test_srun_says_which_machine_this_is(monkeypatch, unparsed):
+    for name, text in SLURM.items():
+        monkeypatch.setenv(name, text)
+    words = launch(*CPU, *NAMED)
+    assert words[3:13] == [
+        "--num_processes", "4", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "gpu07",
+        "--main_process_port", "10007",
+    ]  # fmt: skip
+    assert "--main_process_ip" not in launch(*CPU, "--nnodes", "1", *NAMED), "what is typed goes before Slurm"
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    with pytest.raises(ValueError, match="SLURM_STEP_NUM_TASKS=16.*--ntasks-per-node=1"):
+        slurm_step()
+    monkeypatch.delenv("SLURM_STEP_NUM_NODES")
+    assert slurm_step() is None
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    with pytest.raises(ValueError, match="SLURM_JOB_NUM_NODES=2.*srun"):
+        slurm_step()
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [("a", "a"), ("a,b", "a"), ("gpu[07-09,12],login", "gpu07"), ("r[1,3]n[4-5]", "r1n4"), ("n[03]x", "n03x")],
+)
+def test_first_host(names, first):
+    assert first_host(names) == first
+
+
+@pytest.mark.parametrize("name", recipe_words.RECIPES)
+def test_our_launch_options_are_no_arguments_of_a_recipe(name):
+    ours = {word for action in make_parser("p", "d")._actions for word in action.option_strings}
+    theirs = {word for action in recipe_words.recipe_parser(name)._actions for word in action.option_strings}
+    assert {"--nproc", "--accelerate_config"} <= ours
+    assert "--ep_size" in theirs
+    assert not ours & theirs
+
+
+def test_recipe_arguments_are_parsed_before_the_launch(capsys, tmp_path):
+    assert "--ep_sise in the command line" in refused(capsys, ["sft", *CPU, *NAMED, "--ep_sise", "2"])
+    assert "--learning_rate" in refused(capsys, ["sft", *CPU, *NAMED, "--learning_rate", "fast"])
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model_name_or_path: some/model\ndataset_name: some/data\nfsdp_turbo_ep_size: 2\n")
+    said = refused(capsys, ["sft", *CPU, "--config", str(recipe)])
+    assert "--fsdp_turbo_ep_size in the YAML of --config" in said
+    assert "write ep_size here" in said
+    recipe.write_text("env: {A: b}\nmodel_name_or_path: some/model\ndatasets: [{path: json}]\n")
+    words = ["--config", str(recipe), "--ep-size", "2"]
+    recipe_words.check_by_parser("sft", words, recipe_words.read_recipe(words))
+
+
+def test_what_accelerate_refuses_is_said_too(capsys, tmp_path, unparsed):
+    path = tmp_path / "a.yaml"
+    path.write_text(shipped.launch_files()["cpu_ep2"].read_text() + "num_procesess: 4\n")
+    assert "num_procesess" in refused(capsys, ["sft", "--accelerate_config", str(path), *NAMED])
+
+
+def test_configs_lists_prints_and_copies(capsys, tmp_path):
+    assert cli.main(["configs"]) == 0
+    listed = capsys.readouterr().out
+    assert [line.split()[0] for line in listed.split("\n\n")[0].splitlines()] == list(shipped.launch_files())
+    assert cli.main(["configs", "cuda_ep8"]) == 0
+    assert capsys.readouterr().out == (ROOT / "accelerate_configs" / "cuda_ep8.yaml").read_text()
+    assert cli.main(["configs", "cuda_ep8", "--out", str(tmp_path / "mine.yaml")]) == 0
+    assert cli.main(["configs", "--out", str(tmp_path / "all")]) == 0
+    assert {path.stem for path in (tmp_path / "all").iterdir()} == set(shipped.launch_files())
+    capsys.readouterr()
+    assert "exists" in refused(capsys, ["configs", "cuda_ep8", "--out", str(tmp_path / "mine.yaml")])
+
+
+def test_setup_py_ships_the_folders_that_are_read():
+    code = (ROOT / "setup.py").read_text(encoding="utf-8")
+    folders = set(re.findall(r'"(\w+)": \("\*', code))
+    assert folders == {shipped.LAUNCH_FILES, shipped.RECIPES, shipped.PAGES}
+    manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8")
+    assert all(f"recursive-include {folder} " in manifest for folder in folders)
