@@ -6,6 +6,7 @@
 # make families every model family against plain Transformers; writes docs/models.md (make test: the small sweep);
 #               in parts, then merged: see .venv/bin/python -m tests.families --help
 # make peers  TRL's own trainer tests with our classes: PEERS=folder of a checkout (fetched, not copied here)
+# make fuzz   5,000 bad inputs from a seed, on two ranks and in one process (make test: 160)
 # make matrix the five published layouts on 16 and 8 CPU processes, 100 steps each (make test: 20)
 #
 # Each target makes .venv and installs into it when needed; an existing .venv is used as it is.
@@ -25,7 +26,7 @@ LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu_ep2.yaml
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install lint quick test demo matrix families peers clean
+.PHONY: help install lint quick test demo matrix families fuzz peers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -75,6 +76,9 @@ demo: $(STAMP)
 
 matrix: $(STAMP)
 	MATRIX_STEPS=100 $(BIN)/python -m pytest -s tests/distributed/test_published_matrix.py
+
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz
 
 families: $(STAMP)
 	$(BIN)/python -m tests.families --markdown docs/models.md

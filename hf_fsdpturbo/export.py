@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_fsdpturbo.bounded import cut
 from hf_fsdpturbo.checkpoint import commit, dcp, facts, hub, intact, unused
 from hf_fsdpturbo.checkpoint.dcp_read import SavedDirectory
+from hf_fsdpturbo.checkpoint.inside import check_checkpoint_links
 
 _OURS = re.compile(
     r"dcp|optimizer\.json|topology\.json|COMPLETE\.json|scheduler\.pt|scaler\.pt|rng_state.*\.pth|trainer_state\.json"
@@ -63,10 +65,10 @@ def _model_class(name: str, config: Any, trust_remote_code: bool) -> Any:
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM
-    found = getattr(transformers, name, None)
-    if found is None:
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise ValueError(
-            f"topology.json names the model class {name!r}, which transformers {transformers.__version__} lacks. "
+            f"topology.json names the model class {cut(name)}, which transformers {transformers.__version__} lacks. "
             "Use the release that trained it, or --trust-remote-code for a model with its own code."
         )
     return found
@@ -111,6 +113,7 @@ def export_checkpoint(checkpoint: str, out: str, max_file_bytes: int, trust_remo
         raise ValueError(f"{checkpoint} holds its weights in Hub files already: load it as it is.")
     if os.path.isdir(out) and os.listdir(out):
         raise ValueError(f"{out} is not empty. Choose a new directory.")
+    check_checkpoint_links(checkpoint)
     model = skeleton(checkpoint, trust_remote_code)
     unused.adopt(model, checkpoint)
     opened = SavedDirectory(directory)

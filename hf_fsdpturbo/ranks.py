@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -163,19 +163,53 @@ def together(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def raised_on_every_rank(what: str) -> Iterator[None]:
+def raised_on_every_rank(what: str, rename: bool = True) -> Iterator[None]:
     """As :func:`together`, but what all ranks met alike is raised as it is: it needs no list of ranks.
 
+    Args:
+        what: what is being done, for the message; its last word is what it is done to.
+        rename: an error of another package is raised as one that says this; False leaves it as it is.
+
     Raises:
-        ValueError: the error itself where all ranks met the same, else one that names the ranks and the first message.
-            In one process the error itself, of whatever class.
+        ValueError: the error itself where all ranks met the same and it is ours, else one that says what was being
+            done, and on which ranks it failed. In one process ImportError and MemoryError stay as they are.
     """
     error: BaseException | None = None
     try:
         yield
+    except CheckpointError:
+        raise  # agreed on already, inside
     except FAILURES as caught:
         error = caught
     messages = everyone(None if error is None else str(error))
-    if error is not None and len(set(messages)) == 1 and (isinstance(error, ValueError) or world_size() == 1):
-        raise error
+    if error is not None and len(set(messages)) == 1:
+        if not rename:
+            raise error
+        if isinstance(error, ValueError) or world_size() == 1:
+            raise_named(error, what)
     agree(error, what)
+
+
+_AS_THEY_ARE = (ImportError, MemoryError, torch.OutOfMemoryError)
+
+
+def raise_named(error: BaseException, what: str) -> NoReturn:
+    """Raise a foreign error as a ValueError that says what was being done: Transformers' own seldom name the file.
+
+    Raises:
+        ValueError: in its place; our own, and those of ``_AS_THEY_ARE``, stay what they are.
+    """
+    subject = what.rpartition(" ")[2]
+    if isinstance(error, _AS_THEY_ARE) or not isinstance(error, Exception):
+        raise error
+    if isinstance(error, ValueError) and (_is_ours(error) or subject in str(error)):
+        raise error
+    raise ValueError(f"{what} failed: {_first_line(error)}") from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised it."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and str(place.tb_frame.f_globals.get("__name__")).startswith(__package__ + ".")

@@ -5,12 +5,24 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hf_fsdpturbo.bounded import cut
+
 
 def positive(field: str, value: Any) -> int:
     """The value; raise ValueError unless it is an integer of at least 1 (a bool is none)."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{field} must be a positive integer, but it is {value!r}. Set {field} to 1 or more.")
+        raise ValueError(f"{field} must be a positive integer, but it is {cut(value)}. Set {field} to 1 or more.")
     return value
+
+
+LARGEST = 10**8
+"""Of sizes, and of seconds: three years."""
+
+
+def at_most(field: str, value: Any) -> None:
+    """Raise ValueError for a size, or seconds, that no run has; a number is expected."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
+        raise ValueError(f"{field} must be more than 0 and at most {LARGEST}, but it is {cut(value)}. Correct it.")
 
 
 def _divides(field: str, value: int, of: str, total: int, fix: str) -> int:

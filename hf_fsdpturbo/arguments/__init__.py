@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdpturbo.arguments.command_line import check_command_line
 from hf_fsdpturbo.arguments.params import (
     CHUNK_SIZES,
     DISPATCHER_NAMES,
@@ -32,6 +33,7 @@ __all__ = [
     "InitParams",
     "KernelParams",
     "bf16_storage_warning",
+    "check_command_line",
     "describe_sources",
     "refuse_unsupported",
     "settings_beside",

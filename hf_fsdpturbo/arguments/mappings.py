@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML's safe loader, except that a key given twice is an error instead of the last one winning."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
-        _refuse_twice([(key, None) for key in keys])
-        return super().construct_mapping(node, deep)
-
-
-def _refuse_twice(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{sorted({k for k in keys if keys.count(k) > 1})} given more than once. Keep one of them.")
-    return result
+from hf_fsdpturbo.bounded import DEPTH, check_path, cut, parse_json, read_settings
 
 
 def load_mapping_file(name: str, path: str) -> dict[str, Any]:
     """Read a YAML or JSON file that holds one mapping. ``name`` is the setting, for the error."""
-    file = Path(path)
-    if file.suffix not in (".yaml", ".yml", ".json"):
+    check_path(name, path)
+    if not path.endswith((".yaml", ".yml", ".json")):
         raise ValueError(
-            f"{name}={path!r} is neither a JSON mapping ('{{...}}') nor a path ending in .yaml, .yml or .json."
+            f"{name}={cut(path)} is neither a JSON mapping ('{{...}}') nor a path ending in .yaml, .yml or .json."
         )
-    if not file.is_file():
-        raise ValueError(f"{name}={path!r}: there is no such file ({file.resolve()}). Correct the path.")
-    text = file.read_text(encoding="utf-8")
     try:
-        if file.suffix == ".json":
-            loaded = json.loads(text, object_pairs_hook=_refuse_twice)
-        else:
-            loaded = yaml.load(text, Loader=_StrictLoader)  # noqa: S506  (a SafeLoader)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{name}={path!r} cannot be read: {error}") from error
+        loaded = read_settings(path)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{name}={cut(path)}: there is no such file ({cut(str(Path(path).resolve()))[1:-1]}). Correct the path."
+        ) from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{name}={cut(path)} cannot be read: {error}") from error
+    if not isinstance(loaded, Mapping):
+        raise ValueError(f"{name}={cut(path)} must hold a mapping, but it holds {cut(loaded)}. Correct the file.")
     return _plain_mapping(name, loaded)
 
 
@@ -57,31 +39,31 @@ def parse_mapping(name: str, value: Any) -> dict[str, Any]:
         if not value.lstrip().startswith("{"):
             return load_mapping_file(name, value)
         try:
-            value = json.loads(value, object_pairs_hook=_refuse_twice)
+            value = parse_json(value, name)
         except ValueError as error:
-            raise ValueError(
-                f"{name}={value!r} is not valid JSON: {error}. Write it as '{{\"key\": value}}'."
-            ) from error
+            raise ValueError(f"{name}={cut(value)}: {error} Write it as '{{\"key\": value}}'.") from error
     return _plain_mapping(name, value)
 
 
-def _plain_mapping(name: str, value: Any) -> dict[str, Any]:
+def _plain_mapping(name: str, value: Any, depth: int = 0) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(
-            f"{name} must be a mapping, a JSON string or the path of a YAML/JSON file, but it is {value!r} "
+            f"{name} must be a mapping, a JSON string or the path of a YAML/JSON file, but it is {cut(value)} "
             f"({type(value).__name__})."
         )
     for key in value:
         if not isinstance(key, str):
-            raise ValueError(f"{name} has the key {key!r} ({type(key).__name__}); keys must be strings.")
-    return {key: _plain(f"{name} {key}", item) for key, item in value.items()}
+            raise ValueError(f"{name} has the key {cut(key)} ({type(key).__name__}); keys must be strings.")
+    return {key: _plain(f"{name} {cut(key)[1:-1]}", item, depth) for key, item in value.items()}
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any, depth: int) -> Any:
+    if depth > DEPTH:
+        raise ValueError(f"{name[:DEPTH]} holds values more than {DEPTH} deep. Correct it.")
     if isinstance(value, Mapping):
-        return _plain_mapping(name, value)
+        return _plain_mapping(name, value, depth + 1)
     if isinstance(value, list | tuple):
-        return [_plain(name, item) for item in value]
+        return [_plain(name, item, depth + 1) for item in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    raise ValueError(f"{name} must be a plain JSON value, but it is {value!r} ({type(value).__name__}).")
+    raise ValueError(f"{name} must be a plain JSON value, but it is {cut(value)} ({type(value).__name__}).")

@@ -7,17 +7,21 @@ field has been checked. An unknown key, a misplaced key or a wrong type is an er
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from hf_fsdpturbo.bounded import check_path, cut
 from hf_fsdpturbo.topology import positive
 
 DISPATCHER_NAMES = ("eager", "fused", "mc2", "domino", "auto")
 KERNEL_NAMES = ("auto", "flash-linear-attention", "liger")
 FLA_OPERATOR_NAMES = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
 CHUNK_SIZES = (16, 32, 64)
+FEW = 8
+"""Unknown keys that a message names."""
 
 # Public fields of FSDPTurboArguments that people put into dist_config by mistake.
 TOPOLOGY_FIELDS = (
@@ -55,7 +59,7 @@ def unknown_params(where: str, unknown: list[str], valid: list[str], label: Call
         label: how a key is spelled at that place (prefix, capitals).
     """
     hints = "".join(misplaced_hint(key, where) for key in unknown)
-    spelled = [sorted(label(key) for key in keys) for keys in (unknown, valid)]
+    spelled = [sorted(cut(label(key))[1:-1] for key in keys) for keys in (unknown[:FEW], valid)]
     return ValueError(f"Unknown params in {where}: {spelled[0]}. Valid ones: {spelled[1]}.{hints}")
 
 
@@ -85,7 +89,7 @@ def check_type(name: str, value: Any, kind: Any) -> None:
     """Raise ValueError unless ``value`` is of the annotated type ``kind``, with no conversion of any sort."""
     if not _matches(value, kind):
         raise ValueError(
-            f"{name} must be {_kind_name(kind)}, but it is {value!r} ({type(value).__name__}). Correct it."
+            f"{name} must be {_kind_name(kind)}, but it is {cut(value)} ({type(value).__name__}). Correct it."
         )
 
 
@@ -117,6 +121,11 @@ class FSDPTurboParams:
         positive("dist_config ep_size", self.ep_size)
         if self.efsdp_size is not None:
             positive("dist_config efsdp_size", self.efsdp_size)
+        if self.dcp_path is not None:
+            check_path("dist_config dcp_path", self.dcp_path)
+        for name in ("fsdp_ignored_modules", "hook_modules"):
+            for pattern in getattr(self, name):
+                _check_pattern(f"dist_config {name}", pattern)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, every field present."""
@@ -156,14 +165,15 @@ class KernelParams:
             raise unknown_params("kernel_config", unknown, ["name", "include_kernels", "chunk_size"])
         if "name" not in config:
             raise ValueError(
-                f"kernel_config needs a name (a comma list of {KERNEL_NAMES}), but it is {dict(config)!r}. Add name."
+                f"kernel_config needs a name (a comma list of {KERNEL_NAMES}), but it is {cut(dict(config))}. Add "
+                "name."
             )
         names = _comma_list("kernel_config name", config["name"])
         fla_only = [key for key in ("include_kernels", "chunk_size") if key in config]
         if fla_only and "flash-linear-attention" not in names:
             raise ValueError(
-                f"kernel_config {fla_only[0]}={config[fla_only[0]]!r} only acts on 'flash-linear-attention', which is "
-                f"not in name={config['name']!r}. Add it to name, or leave {fla_only[0]} out."
+                f"kernel_config {fla_only[0]}={cut(config[fla_only[0]])} only acts on 'flash-linear-attention', which "
+                f"is not in name={cut(config['name'])}. Add it to name, or leave {fla_only[0]} out."
             )
         include = config.get("include_kernels", True)
         selected = (
@@ -193,10 +203,23 @@ class InitParams:
         return cls(**config)
 
 
+def _check_pattern(name: str, pattern: str) -> None:
+    """Refuse what no module name can match.
+
+    Raises:
+        ValueError: an empty pattern, or a character that is neither of a name nor of the pattern language.
+    """
+    if not re.fullmatch(r"[\w.*?{}-]+", pattern):
+        raise ValueError(
+            f"{name} has the pattern {cut(pattern)}, which no module name can match. Name modules such as "
+            "'model.layers.{*}.mlp.gate': {*} is a number, {0-3} a range, * any characters, ? one."
+        )
+
+
 def _comma_list(name: str, value: Any) -> list[str]:
     if not isinstance(value, str):
         raise ValueError(
-            f"{name} must be a string, a comma list of names, but it is {value!r} ({type(value).__name__}). Write "
+            f"{name} must be a string, a comma list of names, but it is {cut(value)} ({type(value).__name__}). Write "
             "'first, second'."
         )
     return [part.strip() for part in value.split(",")]
@@ -208,9 +231,9 @@ def _check_names(name: str, values: list[str], valid: tuple[str, ...]) -> None:
         raise ValueError(f"{name} selects nothing. Name at least one of {valid}, or leave it out.")
     for value in values:
         if value not in valid:
-            raise ValueError(f"{name} {value!r} is unknown; valid ones are {valid}. Use one of these.")
+            raise ValueError(f"{name} {cut(value)} is unknown; valid ones are {valid}. Use one of these.")
     if len(set(values)) != len(values):
-        raise ValueError(f"{name} names something twice: {values}. Name each once.")
+        raise ValueError(f"{name} names something twice: {cut(values)}. Name each once.")
 
 
 def check_dist_keys(config: Mapping[str, Any]) -> None:

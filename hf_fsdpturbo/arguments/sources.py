@@ -13,6 +13,7 @@ arguments are copied (``dataclasses.replace``, JSON), as a copy passes every val
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,9 @@ from hf_fsdpturbo.arguments.params import (
     check_type,
     unknown_params,
 )
+from hf_fsdpturbo.bounded import cut
 from hf_fsdpturbo.launch_config import ENV_PREFIX, YAML_PREFIX, LaunchConfig, environment_fields, read_launch_config
-from hf_fsdpturbo.topology import positive
+from hf_fsdpturbo.topology import at_most, positive
 
 PYTHON = "command line / Python"
 ENVIRONMENT = "environment"
@@ -70,6 +72,7 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "on_nonfinite": "warn",
     "verify_checkpoint": True,
 }
+_INTEGER = re.compile(r"[-+]?[0-9]{1,30}")
 CHOICES: dict[str, tuple[str, ...]] = {
     "check_loading": ("sample", "full", "off"),
     "checkpoint_format": ("dcp", "hub", "both"),
@@ -184,14 +187,18 @@ def _from_text(name: str, text: str) -> Any:
         raise ValueError(f"The environment's {variable} is empty. Give it a value, or unset it.")
     if name in BOOLEANS:
         if text.strip().lower() not in ("true", "false"):
-            raise ValueError(f"The environment's {variable} must be true or false, but it is {text!r}. Correct it.")
+            raise ValueError(f"The environment's {variable} must be true or false, but it is {cut(text)}. Correct it.")
         return text.strip().lower() == "true"
     if name not in INTEGERS:
         return text
     try:
+        if not _INTEGER.fullmatch(text.strip()):  # int() takes 1_0, and other scripts' digits
+            raise ValueError(text)
         return int(text)
     except ValueError:
-        raise ValueError(f"The environment's {variable} must be an integer, but it is {text!r}. Correct it.") from None
+        raise ValueError(
+            f"The environment's {variable} must be an integer, but it is {cut(text)}. Correct it."
+        ) from None
 
 
 def _flatten(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -209,12 +216,16 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
         if name in INTEGERS:
             check_type(name, value, int)
             positive(name, value)
+            at_most(name, value)
         if name in BOOLEANS:
             check_type(name, value, bool)
     if (mode := values.get("cp_mode", "ulysses")) != "ulysses":
-        raise ValueError(f"cp_mode must be 'ulysses', the only mode there is, but it is {mode!r}. Leave cp_mode out.")
-    for name in CHOICES.keys() & values.keys():
-        values[name] = _check_choice(name, values[name])
+        raise ValueError(
+            f"cp_mode must be 'ulysses', the only mode there is, but it is {cut(mode)}. Leave cp_mode out."
+        )
+    for name in CHOICES:
+        if name in values:
+            values[name] = _check_choice(name, values[name])
     dist = parse_mapping("dist_config", values.pop("dist_config")) if "dist_config" in values else {}
     check_dist_keys(dist)
     for name in SHORTHAND:
@@ -222,8 +233,8 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
             short = values.pop(name)
             if name in dist and dist[name] != short:
                 raise ValueError(
-                    f"{name}={short!r} contradicts dist_config {name}={dist[name]!r}, and both come from one source: "
-                    f"{where}. Give {name} once, or the same value twice."
+                    f"{name}={cut(short)} contradicts dist_config {name}={cut(dist[name])}, and both come from one "
+                    f"source: {where}. Give {name} once, or the same value twice."
                 )
             dist[name] = short
     FSDPTurboParams(**dist)  # checks types and values; the merged ones are built later
@@ -242,7 +253,7 @@ def _check_choice(name: str, value: Any) -> str:
     """
     choice = {False: "off", True: "on"}[value] if isinstance(value, bool) else value
     if choice not in CHOICES[name]:
-        raise ValueError(f"{name} must be one of {list(CHOICES[name])}, but it is {value!r}. Correct it.")
+        raise ValueError(f"{name} must be one of {list(CHOICES[name])}, but it is {cut(value)}. Correct it.")
     return str(choice)
 
 

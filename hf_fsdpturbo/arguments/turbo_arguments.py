@@ -20,7 +20,7 @@ from hf_fsdpturbo.arguments.sources import (
 )
 from hf_fsdpturbo.arguments.unsupported import refuse_unsupported, settle_after_setup
 from hf_fsdpturbo.compat import check_floors, require
-from hf_fsdpturbo.topology import Topology
+from hf_fsdpturbo.topology import Topology, at_most
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +173,7 @@ class FSDPTurboArguments:
 
     def _set_timeout(self) -> None:
         """``ddp_timeout`` is the one in force; what ``dist_timeout`` sets there is ours, and a copy may change it."""
+        at_most("ddp_timeout", self.ddp_timeout)
         if self.dist_timeout is None:
             return
         if is_given(self.ddp_timeout) and self.ddp_timeout != self.dist_timeout:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, KernelParams
+from hf_fsdpturbo.bounded import check_path, cut
 from hf_fsdpturbo.quantisation import refuse_settings
 
 # Parts of optimizer names whose state or update has not been proven on sharded tensors.
@@ -30,7 +31,7 @@ _MODEL_KWARGS = {
 
 
 def _refused(field: str, value: Any, why: str, fix: str) -> ValueError:
-    return ValueError(f"{field}={value!r} is not supported by hf_fsdpturbo: {why}. {fix}")
+    return ValueError(f"{field}={cut(value)} is not supported by hf_fsdpturbo: {why}. {fix}")
 
 
 def refuse_unsupported(args: Any) -> None:
@@ -42,6 +43,7 @@ def refuse_unsupported(args: Any) -> None:
     Raises:
         ValueError: naming field, value, reason and fix.
     """
+    _refuse_paths(args)
     if getattr(args, "max_grad_norm", 0.0) is None:
         raise ValueError("max_grad_norm is None, but it must be a number. Use 0 to leave gradients unclipped.")
     _refuse_other_owners(args)
@@ -54,6 +56,12 @@ def refuse_unsupported(args: Any) -> None:
     _refuse_double_liger(args, args.kernel_params)
     if args.cp_size > 1:
         _refuse_context_parallel(args)
+
+
+def _refuse_paths(args: Any) -> None:
+    for field in ("output_dir", "resume_from_checkpoint", "chat_template_path", "run_name", "logging_dir"):
+        if isinstance(value := getattr(args, field, None), str):
+            check_path(field, value)
 
 
 def _refuse_other_owners(args: Any) -> None:

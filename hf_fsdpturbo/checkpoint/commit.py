@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from hf_fsdpturbo.bounded import DATA_BYTES, parse_json, read_text
 from hf_fsdpturbo.checkpoint.checksums import checksum
+from hf_fsdpturbo.checkpoint.inside import own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +37,13 @@ VISIBLE_SECONDS = 20.0
 
 
 def staging_dir(run_dir: str, run: str = "") -> str:
-    """Where checkpoints of ``run_dir`` are written before they are renamed; ``run`` is the run's own name."""
-    return os.path.join(run_dir, STAGING, run) if run else os.path.join(run_dir, STAGING)
+    """Where checkpoints of ``run_dir`` are written before they are renamed; ``run`` is the run's own name.
+
+    Raises:
+        ValueError: it is a link, or the folder of all runs is one.
+    """
+    folder = own_folder(os.path.join(run_dir, STAGING))
+    return own_folder(os.path.join(folder, run)) if run else folder
 
 
 def final_dir(staged: str) -> str:
@@ -55,7 +62,7 @@ def open_staging(run_dir: str, name: str, run: str = "") -> None:
     """
     restore_moved_aside(run_dir)
     shutil.rmtree(staging_dir(run_dir), ignore_errors=True)
-    shutil.rmtree(os.path.join(run_dir, DELETING), ignore_errors=True)
+    shutil.rmtree(own_folder(os.path.join(run_dir, DELETING)), ignore_errors=True)
     os.makedirs(os.path.join(staging_dir(run_dir, run), name))
 
 
@@ -143,12 +150,9 @@ def read_json(path: str) -> Any:
         ValueError: missing, or not JSON; names the file.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        return parse_json(read_text(path, DATA_BYTES), path)
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing: copy the whole checkpoint.") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): copy the file again.") from error
 
 
 def _sync_tree(directory: str) -> None:
@@ -200,7 +204,7 @@ def last_checkpoint(run_dir: str, taken: Callable[[str], bool] = is_finished) ->
 
 def remove(path: str) -> None:
     """Remove a checkpoint so that no half of it is ever taken for a whole: it is renamed first."""
-    trash = os.path.join(os.path.dirname(path), DELETING)
+    trash = own_folder(os.path.join(os.path.dirname(path), DELETING))
     os.makedirs(trash, exist_ok=True)
     target = os.path.join(trash, f"{os.path.basename(path)}-{time.monotonic_ns()}")
     os.rename(path, target)

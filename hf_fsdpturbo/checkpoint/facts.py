@@ -15,6 +15,8 @@ from hf_fsdpturbo.ranks import world_size
 
 TOPOLOGY_JSON = "topology.json"
 FORMAT = 1
+FIELDS = {"format", "topology", "model_type", "model_class", "num_experts", "hub_conversions"}
+"""What a reader needs."""
 
 
 def num_experts(model: nn.Module) -> int | None:
@@ -75,6 +77,9 @@ def read(directory: str) -> dict[str, Any]:
     """
     path = os.path.join(directory, TOPOLOGY_JSON)
     facts = read_json(path)
+    if not isinstance(facts, dict) or not FIELDS <= set(facts):
+        lacking = sorted(FIELDS - set(facts)) if isinstance(facts, dict) else sorted(FIELDS)
+        raise ValueError(f"{path} is damaged: it lacks {lacking}. Copy the file again, or choose another checkpoint.")
     if facts.get("format") != FORMAT:
         found = facts.get("format")
         raise ValueError(f"{path} has format {found}, this release reads {FORMAT}: use the release that wrote it.")

@@ -17,6 +17,8 @@ import time
 import uuid
 from typing import Any
 
+from hf_fsdpturbo.bounded import parse_json, read_text
+
 CLAIM = "_writer.json"
 BEAT = 30.0
 STALE = 300.0
@@ -107,20 +109,19 @@ def _myself(run: str) -> dict[str, Any]:
 
 def read_claim(path: str) -> dict[str, Any] | None:
     """Content of a claim; None where there is none. One that is being written, or was cut short, has no names."""
+    unknown = {"host": "an unknown host", "pid": "unknown", "since": "an unknown time", "run": "", "boot": None}
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        content = parse_json(read_text(path), path)
     except FileNotFoundError:
         return None
-    unknown = {"host": "an unknown host", "pid": "unknown", "since": "an unknown time", "run": "", "boot": None}
-    with contextlib.suppress(ValueError):
-        return {**unknown, **json.loads(text)}
-    return unknown
+    except ValueError:
+        return unknown
+    return {**unknown, **content} if isinstance(content, dict) else unknown
 
 
 def stale(claim: dict[str, Any], path: str) -> str | None:
     """Why a claim's run is over, in words; None where it may be alive."""
-    if claim["host"] == socket.gethostname() and isinstance(claim["pid"], int):
+    if claim["host"] == socket.gethostname() and isinstance(claim["pid"], int) and 0 < claim["pid"] < 2**31:
         started = _start_of(claim["pid"])
         if started is None or (claim["boot"] is not None and started != claim["boot"]):
             return "whose process is gone"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hf_fsdpturbo.bounded import parse_yaml, read_text
 from hf_fsdpturbo.commands.data_file import FORMATS
 from hf_fsdpturbo.launch_config import YAML_PREFIX
 
@@ -25,8 +26,6 @@ def read_recipe(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: no value, no such file, or no mapping in it.
     """
-    import yaml
-
     text = _value(words, "config")
     if text is None:
         return {}
@@ -34,9 +33,9 @@ def read_recipe(words: Sequence[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"--config: there is no file {text!r}. Correct the path.")
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--config: {text} is no YAML: {error}") from error
+        recipe = parse_yaml(read_text(text), text)
+    except ValueError as error:
+        raise ValueError(f"--config: {error}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"--config: {text} must be a YAML mapping (key: value), but it is {type(recipe).__name__}.")
     return recipe

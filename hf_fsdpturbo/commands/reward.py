@@ -5,12 +5,12 @@ from __future__ import annotations
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from hf_fsdpturbo.commands.train import run
-from hf_fsdpturbo.trl import FSDPTurboRewardConfig, FSDPTurboRewardTrainer
+from hf_fsdpturbo.trl import FSDPTurboRewardConfig, FSDPTurboRewardTrainer, RecipeParser
 
 
 def make_parser() -> TrlParser:
     """The recipe's arguments, TRL's and ours."""
-    return TrlParser((ScriptArguments, FSDPTurboRewardConfig, ModelConfig, DatasetMixtureConfig))
+    return RecipeParser((ScriptArguments, FSDPTurboRewardConfig, ModelConfig, DatasetMixtureConfig))
 
 
 def main() -> None:

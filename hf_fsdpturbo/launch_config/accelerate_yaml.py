@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_fsdpturbo.bounded import cut, read_settings
+
 YAML_PREFIX = "fsdp_turbo_"
 
 # Types under which accelerate starts one process a device and leaves the model alone.
+_BLOCKS = ("fsdp_config", "dynamo_config", "deepspeed_config", "megatron_lm_config", "parallelism_config")
 _USABLE_TYPES = ("MULTI_GPU", "MULTI_NPU", "NO")
 
 
@@ -34,24 +37,24 @@ class LaunchConfig:
 
 
 def read_yaml(path: Path, found_by: str, precision_flag: str | None) -> LaunchConfig:
-    import yaml
     from accelerate.commands.config.config_args import load_config_from_file
 
     path = path.expanduser().absolute()
     where = f"accelerate config {path}"
     if not path.is_file():
         raise ValueError(f"{found_by}: there is no such file ({path}). Correct the path.")
+    _check_plain(path, where)
     try:
         config = load_config_from_file(str(path))
-    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise ValueError(f"{where} cannot be read by accelerate: {error}") from error
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"{where} cannot be read by accelerate: {_short(error)}") from error
     _refuse_foreign_config(config, where)
     if not isinstance(config.use_cpu, bool):
-        raise ValueError(f"use_cpu must be true or false, but it is {config.use_cpu!r} in {where}.")
+        raise ValueError(f"use_cpu must be true or false, but it is {cut(config.use_cpu)} in {where}.")
     precision = precision_flag or config.mixed_precision
     if precision is not None and str(precision).lower() not in ("no", "bf16"):
         raise ValueError(
-            f"mixed_precision={precision} in {where}: hf_fsdpturbo trains in bf16 or fp32. Use bf16 or no."
+            f"mixed_precision={_short(precision)} in {where}: hf_fsdpturbo trains in bf16 or fp32. Use bf16 or no."
         )
     return LaunchConfig(
         path=str(path),
@@ -65,34 +68,52 @@ def read_yaml(path: Path, found_by: str, precision_flag: str | None) -> LaunchCo
 
 def _kind(config: Any) -> str:
     return str(getattr(config.distributed_type, "value", config.distributed_type))
+def _check_plain(path: Path, where: str) -> None:
+    """The file by our own reader, which accelerate's would not refuse so clearly: keys twice, bombs, wrong kinds."""
+    try:
+        content = read_settings(str(path))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"accelerate config cannot be read: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ValueError(f"{where} must be a mapping of names to values, but it is {cut(content)}. Correct the file.")
+    for block in _BLOCKS:
+        value = content.get(block)
+        if value is not None and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
+            raise ValueError(f"{block} in {where} must be a mapping of names, but it is {cut(value)}. Correct it.")
+
+
+def _short(value: object) -> str:
+    return cut(str(value))[1:-1]
 
 
 def _refuse_foreign_config(config: Any, where: str) -> None:
     kind = _kind(config)
     if str(getattr(config.compute_environment, "value", "")) != "LOCAL_MACHINE":
         raise ValueError(
-            f"compute_environment={config.compute_environment} in {where}: only LOCAL_MACHINE is supported."
+            f"compute_environment={_short(config.compute_environment)} in {where}: only LOCAL_MACHINE is supported."
         )
     if kind not in _USABLE_TYPES:
         extra = " (accelerate starts one process only for it)" if kind == "MULTI_CPU" else ""
         raise ValueError(
-            f"distributed_type={kind}{extra} in {where} cannot be combined with hf_fsdpturbo, which shards the model "
-            "itself. Use MULTI_GPU or MULTI_NPU; on CPU, MULTI_GPU with use_cpu: true."
+            f"distributed_type={_short(kind)}{extra} in {where} cannot be combined with hf_fsdpturbo, which shards "
+            "the model itself. Use MULTI_GPU or MULTI_NPU; on CPU, MULTI_GPU with use_cpu: true."
         )
     blocks = {"parallelism_config": "cp_size, mp_replicate_size", "deepspeed_config": "", "megatron_lm_config": ""}
     for block, ours in blocks.items():
         if value := getattr(config, block, None):
             instead = f" Ours are fsdp_turbo_<field> in fsdp_config: {ours}." if ours else ""
-            raise ValueError(f"{block}={value} in {where} cannot be combined with hf_fsdpturbo. Remove it.{instead}")
+            raise ValueError(
+                f"{block}={cut(value)} in {where} cannot be combined with hf_fsdpturbo. Remove it.{instead}"
+            )
     backend = str((config.dynamo_config or {}).get("dynamo_backend", "no"))
     if backend.lower() != "no":
-        raise ValueError(f"dynamo_backend={backend} in {where}: torch_compile is not supported. Remove it.")
+        raise ValueError(f"dynamo_backend={_short(backend)} in {where}: torch_compile is not supported. Remove it.")
 
 
 def _our_fields(block: dict[str, Any], where: str) -> dict[str, Any]:
     foreign = sorted(key for key in block if not key.startswith(YAML_PREFIX))
     if foreign:
-        first = f"fsdp_config {foreign[0]}={block[foreign[0]]!r} in {where}"
+        first = f"fsdp_config {_short(foreign[0])}={cut(block[foreign[0]])} in {where}"
         ours = [key for key in foreign if not key.startswith("fsdp_")]  # accelerate's own keys begin so
         if ours:
             spelled = ", ".join(f"{YAML_PREFIX}{key}" for key in ours)

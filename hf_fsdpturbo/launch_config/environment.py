@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hf_fsdpturbo.bounded import cut
+
 ENV_PREFIX = "FSDPTURBO_"
 CONFIG_VARIABLE = "FSDPTURBO_ACCELERATE_CONFIG"
 
@@ -51,8 +53,10 @@ def _integer(name: str, default: int) -> int:
     text = os.environ.get(name)
     if text is None:
         return default
-    if not text.isdecimal():
-        raise ValueError(f"The environment's {name} must be a whole number, but it is {text!r}. Correct or unset it.")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ValueError(
+            f"The environment's {name} must be a whole number, but it is {cut(text)}. Correct or unset it."
+        )
     return int(text)
 
 
@@ -83,8 +87,16 @@ def exported_mixed_precision() -> str | None:
 
 
 def environment_fields() -> dict[str, str]:
-    """Our settings in the environment: ``FSDPTURBO_<FIELD>`` -> text, by lower-case field name; not yet checked."""
-    ours = {name: text for name, text in os.environ.items() if name.startswith(ENV_PREFIX) and name != CONFIG_VARIABLE}
+    """Our settings in the environment: ``FSDPTURBO_<FIELD>`` -> text, by lower-case field name; not yet checked.
+
+    Raises:
+        ValueError: a name that is not in capitals: beside the one that is, it would be chance which one counts.
+    """
+    ours = {name: text for name, text in os.environ.items() if name.upper().startswith(ENV_PREFIX)}
+    ours.pop(CONFIG_VARIABLE, None)
+    for name in ours:
+        if name != name.upper():
+            raise ValueError(f"The environment's {cut(name)} must be written {cut(name.upper())}. Rename or unset it.")
     return {name.removeprefix(ENV_PREFIX).lower(): text for name, text in ours.items()}
 
 

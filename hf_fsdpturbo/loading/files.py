@@ -7,8 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from hf_fsdpturbo.bounded import check_path, cut
 from hf_fsdpturbo.checkpoint.commit import read_json
 from hf_fsdpturbo.checkpoint.hub import INDEX, SINGLE
+from hf_fsdpturbo.checkpoint.inside import check_link, path_inside
+from hf_fsdpturbo.loading.config_values import CONFIG, asks_for_much, check_counts, raw_config
 from hf_fsdpturbo.loading.open_files import Headers
 from hf_fsdpturbo.ranks import FAILURES, from_node_leader, node, rank
 
@@ -34,10 +37,15 @@ def local_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tuple
     Raises:
         ValueError: as :func:`check_checkpoint_files`.
     """
+    path = base_of_adapter(path)
     if not os.path.isdir(path):
         return None
     folder = os.path.join(path, from_pretrained_kwargs.get("subfolder") or "")
-    return folder, {} if _other_format(from_pretrained_kwargs) else check_checkpoint_files(folder)
+    if not _other_format(from_pretrained_kwargs):
+        return folder, checked_folder(folder)
+    if (config := raw_config(folder)) is not None:
+        check_counts(os.path.join(folder, CONFIG), config, {})
+    return folder, {}
 
 
 def headers_of_node(
@@ -75,13 +83,78 @@ def cached_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tupl
     for name in () if _other_format(from_pretrained_kwargs) else (SINGLE, INDEX):
         found = cached_file(path, name, local_files_only=True, **where, **quiet)
         if found is not None:
-            return os.path.dirname(found), check_checkpoint_files(os.path.dirname(found))
+            return os.path.dirname(found), checked_folder(os.path.dirname(found))
     return path, {}
+
+
+def refuse_impossible(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> None:
+    """Compare a local config with the files before anything is made of it, where it asks for very much.
+
+    Raises:
+        ValueError: as :func:`local_headers`.
+    """
+    folder = os.path.join(base_of_adapter(path), from_pretrained_kwargs.get("subfolder") or "")
+    config = raw_config(folder) if os.path.isdir(folder) else None
+    if config is not None and asks_for_much(config):
+        local_headers(path, from_pretrained_kwargs)
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def base_of_adapter(path: str) -> str:
+    """Where Transformers reads the weights of ``path``: a folder of adapter files alone names its base.
+
+    Raises:
+        ValueError: it names none; names the file.
+    """
+    check_path("model", path)
+    described = os.path.join(path, ADAPTER_CONFIG)
+    if os.path.exists(os.path.join(path, CONFIG)) or not os.path.isfile(described):
+        return path
+    check_link(path, described)
+    content = read_json(described)
+    base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{described} names no base_model_name_or_path. Add it, or merge the adapter first.")
+    check_path(f"{described}: base_model_name_or_path", base)
+    return base
+
+
+def refuse_trusted_base(path: str, trusted: bool, named: str | None = None) -> None:
+    """``trust_remote_code`` is for the path that was given, not for another one that a file there names.
+
+    Args:
+        path: as it was given.
+        trusted: ``trust_remote_code``.
+        named: the base that will be loaded; None: that of :func:`base_of_adapter`.
+
+    Raises:
+        ValueError: the path is an adapter, whose base would be trusted as well.
+    """
+    base = named or base_of_adapter(path)
+    if trusted and base != path:
+        raise ValueError(
+            f"trust_remote_code=True was given for {path}, an adapter whose {ADAPTER_CONFIG} names the base {base!r}: "
+            "its code is not run on a file's word. Pass the base as model, and its adapter through load_adapter."
+        )
 
 
 def _other_format(from_pretrained_kwargs: Mapping[str, Any]) -> bool:
     named = any(from_pretrained_kwargs.get(name) is not None for name in OTHER_FORMATS)
     return named or from_pretrained_kwargs.get("use_safetensors") is False
+
+
+def checked_folder(folder: str) -> Headers:
+    """:func:`check_checkpoint_files`, and what ``config.json`` beside them says against what they hold.
+
+    Raises:
+        ValueError: naming the file, and key or field.
+    """
+    headers, config = check_checkpoint_files(folder), raw_config(folder)
+    if config is not None:
+        check_counts(os.path.join(folder, CONFIG), config, headers)
+    return headers
 
 
 def check_checkpoint_files(folder: str) -> Headers:
@@ -93,17 +166,20 @@ def check_checkpoint_files(folder: str) -> Headers:
         ValueError: naming the file, and the key where there is one.
     """
     if os.path.isfile(single := os.path.join(folder, SINGLE)):
+        check_link(folder, single)
         return {SINGLE: safetensors_header(single)}
     if not os.path.isfile(index := os.path.join(folder, INDEX)):
         return {}
+    check_link(folder, index)
     content = read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{index} has no weight_map of keys to file names. Copy the file again.")
-    headers = {name: safetensors_header(os.path.join(folder, name)) for name in sorted(set(weight_map.values()))}
+    names = sorted(set(weight_map.values()))
+    headers = {name: safetensors_header(path_inside(folder, name, index)) for name in names}
     for key, name in weight_map.items():
         if key not in headers[name]:
-            raise ValueError(f"{os.path.join(folder, name)} lacks the key {key!r} that the index promises.")
+            raise ValueError(f"{os.path.join(folder, name)} lacks the key {cut(key)} that the index promises.")
     return headers
 
 
@@ -125,8 +201,8 @@ def safetensors_header(path: str) -> dict[str, Any]:
     except (SafetensorError, OSError) as error:
         for key, dtype in _unknown_dtypes(path).items():
             raise ValueError(
-                f"{path}: {key} has dtype {dtype!r}, but safetensors knows {sorted(DTYPES)}. Copy the file again, or "
-                "convert the checkpoint."
+                f"{path}: {cut(key)[1:-1]} has dtype {cut(dtype)}, but safetensors knows {sorted(DTYPES)}. Copy the "
+                "file again, or convert the checkpoint."
             ) from error
         size = os.path.getsize(path)
         raise ValueError(
@@ -142,8 +218,9 @@ def _unknown_dtypes(path: str) -> dict[str, Any]:
             return {}
         try:
             header = json.loads(file.read(length))
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
     entries = header.items() if isinstance(header, dict) else ()
-    named = {key: entry["dtype"] for key, entry in entries if key != "__metadata__" and "dtype" in entry}
-    return {key: dtype for key, dtype in named.items() if dtype not in DTYPES}
+    named = {key: entry["dtype"] for key, entry in entries if isinstance(entry, dict) and "dtype" in entry}
+    named.pop("__metadata__", None)
+    return {key: dtype for key, dtype in named.items() if not isinstance(dtype, str) or dtype not in DTYPES}

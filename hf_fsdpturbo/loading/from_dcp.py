@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_fsdpturbo.checkpoint import commit, dcp, unused
 from hf_fsdpturbo.checkpoint.dcp_read import SavedDirectory
+from hf_fsdpturbo.checkpoint.inside import check_checkpoint_links
 from hf_fsdpturbo.ranks import together
 
 
@@ -23,6 +24,7 @@ def load_dcp(model: nn.Module, path: str, verify: bool = True) -> None:
         CheckpointError: not a DCP directory, another model; on every rank.
     """
     with together(f"dcp_path={path}"):
+        check_checkpoint_links(path)
         directory = os.path.join(path, dcp.DCP_DIR) if os.path.isdir(os.path.join(path, dcp.DCP_DIR)) else path
         if directory != path and not commit.is_finished(path):
             raise ValueError(f"{path} has no {commit.COMPLETE}: it was not finished. Choose another checkpoint.")

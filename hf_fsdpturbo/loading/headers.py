@@ -11,10 +11,12 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
+from hf_fsdpturbo.loading.config_values import check_dtypes
+from hf_fsdpturbo.loading.expert_numbers import check_expert_numbers
 from hf_fsdpturbo.loading.open_files import Headers, OpenFiles
 from hf_fsdpturbo.loading.source_map import SourceMap, map_sources
 
@@ -70,6 +72,8 @@ def check_sources(found: SourceMap, model: nn.Module, directory: str, headers: H
         ValueError: a tensor of another shape, or an incomplete set of per-expert tensors; names file and key.
     """
     files = {key: file for file, header in headers.items() for key in header}
+    used = {key for conversion in found.conversions.values() for keys in conversion.sources.values() for key in keys}
+    check_dtypes(directory, cast(Any, model).config.to_dict(), headers, used)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     for name, conversion in found.conversions.items():
         sources = {
@@ -98,6 +102,7 @@ def _check_stack(name: str, wanted: tuple[int, ...], sources: dict[str, list[_So
     if len(converter.target_patterns) > 1 or not all(
         isinstance(step, (Concatenate, MergeModulelist)) for step in converter.operations
     ):
+        _check_numbers(name, sources, converter)
         return  # split, transposed or permuted on the way: sizes are the loader's business
     fullest = max(sources.values(), key=len)
     for pattern in converter.source_patterns:
@@ -119,7 +124,16 @@ def _check_stack(name: str, wanted: tuple[int, ...], sources: dict[str, list[_So
             f"{first.file}: {first.key} and {others} more hold {held} elements, but {name} {wanted} of the model has "
             f"{math.prod(wanted)}. An expert is missing, or the config is another model's."
         )
+    _check_numbers(name, sources, converter)
     _check_stacked_shape(name, wanted, list(sources.values()), converter)
+
+
+def _check_numbers(name: str, sources: dict[str, list[_Source]], converter: Any) -> None:
+    from transformers.core_model_loading import MergeModulelist
+
+    if any(isinstance(step, MergeModulelist) for step in converter.operations):
+        for pattern, group in sources.items():
+            check_expert_numbers(name, pattern, [(source.file, source.key) for source in group])
 
 
 def _check_stacked_shape(name: str, wanted: tuple[int, ...], groups: list[list[_Source]], converter: Any) -> None:

@@ -47,13 +47,23 @@ class OpenFiles(Mapping[str, Any]):
         return os.path.join(self._folder, self._files[key])
 
     def read(self, key: str, index: Any) -> Any:
-        """A part of a tensor; threads may ask at once."""
-        from safetensors import safe_open
+        """A part of a tensor; threads may ask at once.
+
+        Raises:
+            ValueError: the file is missing or damaged here; another rank of this machine has read its header.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        from hf_fsdpturbo.loading.files import safetensors_header
 
         path = self.path(key)
         with self._lock:
             if path not in self._open:
-                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+                try:
+                    self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+                except (SafetensorError, OSError):
+                    safetensors_header(path)  # says what is wrong with the file
+                    raise
         return self._open[path].get_slice(key)[index]
 
     def __getitem__(self, key: str) -> Slice:
@@ -89,6 +99,14 @@ class Slice:
         return self._files.read(self._key, index)
 
 
+def _check_here(paths: list[str]) -> None:
+    """Headers of files that are read elsewhere than where another rank of this machine has looked."""
+    from hf_fsdpturbo.loading.files import safetensors_header
+
+    for path in paths:
+        safetensors_header(path)
+
+
 @contextlib.contextmanager
 def opened_on_demand(files: Callable[[], OpenFiles | None]) -> Iterator[None]:
     """While open, ``from_pretrained`` takes its tensors from there instead of opening every file.
@@ -106,6 +124,8 @@ def opened_on_demand(files: Callable[[], OpenFiles | None]) -> Iterator[None]:
         found = files() if state_dict is None and load_config.hf_quantizer is None else None
         if found is not None and found.are(checkpoint_files or []):
             found.used, state_dict = True, dict(found.items())
+        elif found is not None:
+            _check_here([path for path in checkpoint_files or [] if path.endswith(".safetensors")])
         return own.__func__(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[assignment,method-assign]

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import set_seed
+from transformers import PreTrainedConfig, set_seed
 
+from hf_fsdpturbo.loading.config_values import check_values
 from hf_fsdpturbo.loading.dtypes import store_parameters
-from hf_fsdpturbo.loading.files import WHERE
+from hf_fsdpturbo.loading.files import WHERE, refuse_impossible, refuse_trusted_base
 from hf_fsdpturbo.loading.from_dcp import load_dcp
 from hf_fsdpturbo.loading.from_rank0 import load_on_rank0, weights_from_rank0
 from hf_fsdpturbo.loading.heads import share_random_state
@@ -147,10 +148,13 @@ def build_model(
         kwargs["dtype"] = storage
     kwargs["drop_unused"] = config.drop_unused_tensors
     with raised_on_every_rank(f"loading {path}"):
+        refuse_trusted_base(path, bool(kwargs.get("trust_remote_code")))
+        refuse_impossible(path, kwargs)
         _refuse_quantised(path, kwargs)
     set_seed(cast(Any, config).seed)  # where TRL does it too: what a checkpoint lacks is drawn from here on
     if state is None:
-        model = load_whole(path, build, **kwargs)
+        with raised_on_every_rank(f"loading {path}"):
+            model = load_whole(path, build, **kwargs)
         return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     check_gradient_scale(state, fsdp_options(config))
     adapter = Adapter(peft_config, head_unit=head_unit, with_reference=with_reference)
@@ -194,6 +198,7 @@ def _refuse_quantised(path: str, kwargs: dict[str, Any]) -> None:
 
     where = {name: kwargs[name] for name in WHERE if kwargs.get(name)}
     loaded = AutoConfig.from_pretrained(path, trust_remote_code=kwargs.get("trust_remote_code", False), **where)
+    check_values(f"The config of {path}", loaded.to_dict())
     refuse_quantised(loaded, f"The checkpoint {path}")
 
 
@@ -215,6 +220,8 @@ def shard_given_model(
         ValueError: sizes do not fit the model, or the ranks hold different models.
     """
     base = model.get_base_model() if is_peft(model) else model
+    if isinstance(getattr(base, "config", None), PreTrainedConfig):
+        check_values(f"The config of {type(base).__name__}", base.config.to_dict())
     storage = STORAGE_DTYPES.get(config.fsdpturbo_params.param_storage_dtype)
     if storage is not None:
         store_parameters(model, base, storage)

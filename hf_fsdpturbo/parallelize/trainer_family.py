@@ -69,6 +69,12 @@ def refuse_online(trainer_class: type) -> None:
             )
 
 
+def trusts_code(config: FSDPTurboArguments) -> bool:
+    """Whether ``trust_remote_code`` was given, where :func:`model_loader` takes it from."""
+    kwargs = getattr(config, "model_init_kwargs", None) or {}
+    return bool(kwargs.get("trust_remote_code", getattr(config, "trust_remote_code", False)))
+
+
 def model_loader(
     trainer_class: type, config: FSDPTurboArguments, defaults: dict[str, Any], path: str
 ) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -29,6 +29,7 @@ from hf_fsdpturbo.trainer.evaluation import GatheredRows, undivided_aux_loss
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.loss_scale import LossScale
 from hf_fsdpturbo.trainer.nonfinite import NonFinite
+from hf_fsdpturbo.trainer.rows import checked_batches
 from hf_fsdpturbo.trainer.set_up import SetUp
 from hf_fsdpturbo.trainer.step_norm import StepNorm
 
@@ -138,7 +139,8 @@ class FSDPTurboTrainerMixin:
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
         dataset = self._batches.stream(dataset, self.args.accelerator_config.dispatch_batches)
-        return super()._get_dataloader(dataset, *args, **kwargs)  # type: ignore[misc]
+        with checked_batches(self, dataset):
+            return super()._get_dataloader(dataset, *args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
@@ -175,6 +177,7 @@ class FSDPTurboTrainerMixin:
         try:
             if resume_from_checkpoint is True or str(resume_from_checkpoint).lower() == "true":  # from a command line
                 resume_from_checkpoint = resuming.newest_checkpoint(self.args.output_dir, self._saving.each_node)
+            resuming.check_given(resume_from_checkpoint)
             gc.collect()
             gc.freeze()
             result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
@@ -305,6 +308,16 @@ class FSDPTurboTrainerMixin:
             opened, self._opened = self._opened, None
             parents = super()._load_optimizer_and_scheduler  # type: ignore[misc]
             resuming.load_training_state(self, checkpoint, opened, parents)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        resuming.refuse_stray_scaler(checkpoint, self.accelerator)
+        super()._load_scaler(checkpoint)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Each rank reads a file of its own."""
+        if checkpoint is not None:
+            with together(f"reading the random state in {checkpoint}"):
+                super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         self._saving.finish()

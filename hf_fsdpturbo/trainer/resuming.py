@@ -11,12 +11,15 @@ import torch
 from transformers import PreTrainedModel
 from transformers.trainer_utils import has_length
 
-from hf_fsdpturbo.checkpoint import commit, dcp, facts, intact, plain_trainer, scheduler
+from hf_fsdpturbo.bounded import check_path, cut
+from hf_fsdpturbo.checkpoint import commit, dcp, facts, intact, plain_trainer, scheduler, state_file
 from hf_fsdpturbo.checkpoint.dcp_read import SavedDirectory
+from hf_fsdpturbo.checkpoint.inside import check_checkpoint_links
+from hf_fsdpturbo.checkpoint.optimizer_file import check_optimizer_file
 from hf_fsdpturbo.loading.files import check_checkpoint_files
 from hf_fsdpturbo.lora import adapter_files
 from hf_fsdpturbo.parallelize.reload import reload_weights
-from hf_fsdpturbo.ranks import everyone, from_rank0, rank, together
+from hf_fsdpturbo.ranks import everyone, from_rank0, raised_on_every_rank, rank, together
 from hf_fsdpturbo.trainer.saving import SCHEDULER, TRAINER_STATE, sizes_of
 
 
@@ -45,6 +48,36 @@ def newest_checkpoint(run_dir: str, each_node: bool = False) -> str:
             f"resume_from_checkpoint=True, but output_dir {run_dir} holds no finished checkpoint. {'. '.join(notes)}"
         )
     return newest
+
+
+def check_given(checkpoint: Any) -> None:
+    """Look at what is to be resumed from before it is read. Collective where there is something.
+
+    Raises:
+        ValueError: no path, a link that leads out, or a ``trainer_state.json`` that cannot be this checkpoint's; on
+            every rank.
+    """
+    if not isinstance(checkpoint, str):
+        return
+    with raised_on_every_rank(f"resuming from {checkpoint}"):
+        check_path("resume_from_checkpoint", checkpoint)
+        if rank() == 0:
+            check_checkpoint_links(checkpoint)
+            state_file.check_state(checkpoint)
+
+
+def refuse_stray_scaler(checkpoint: str | None, accelerator: Any) -> None:
+    """Trainer loads ``scaler.pt`` wherever there is one, also into a run that has no gradient scaler. Collective.
+
+    Raises:
+        ValueError: there is one; on every rank.
+    """
+    if checkpoint is None:
+        return
+    with raised_on_every_rank(f"resuming from {checkpoint}"):
+        path = os.path.join(checkpoint, "scaler.pt")
+        if accelerator.scaler is None and os.path.exists(path):
+            raise ValueError(f"{path} is of a run in fp16, and this run has no gradient scaler. Remove the file.")
 
 
 def _newest_on_all(run_dir: str) -> str:
@@ -206,10 +239,13 @@ def load_training_state(
         groups = _load_plain_optimizer(trainer, checkpoint, optimizer)
     else:
         described = os.path.join(checkpoint, dcp.OPTIMIZER_JSON)
+        with together(f"reading {described}"):
+            check_optimizer_file(described, optimizer)
         dcp.load_optimizer(opened or open_shards(trainer, checkpoint), described, trainer.model, optimizer)
         groups = commit.read_json(described)["groups"]
-    with together(f"reading {SCHEDULER}"):
-        state = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
+    path = os.path.join(checkpoint, SCHEDULER)
+    with together(f"reading {path}"):
+        state = torch.load(path, weights_only=True)
         sources = scheduler.group_sources(groups, trainer.model, optimizer)
         trainer.lr_scheduler.load_state_dict(scheduler.follow_groups(state, len(groups), sources))
 
@@ -250,6 +286,12 @@ def load_best_model(trainer: Any, parents: Callable[[], None]) -> None:
         return
     fault = _fault_in(trainer, best)
     with together("load_best_model_at_end"):
+        run_dir = os.path.realpath(trainer.args.output_dir)
+        if not os.path.realpath(best).startswith(run_dir + os.sep):
+            raise ValueError(
+                f"best_model_checkpoint={cut(best)} is outside output_dir {run_dir}: trainer_state.json is of another "
+                "run, or the run was moved. Correct it there."
+            )
         if fault is not None:
             raise fault
         in_hub_files = facts.read(best).get("weights") == "hub"

@@ -17,13 +17,14 @@ from transformers.trainer_utils import enable_full_determinism
 
 from hf_fsdpturbo import compat, grad_norm, launch_config
 from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, settings_beside
+from hf_fsdpturbo.loading.files import base_of_adapter, refuse_trusted_base
 from hf_fsdpturbo.lora.adapter import config_of_files, fill_reference
 from hf_fsdpturbo.lora.adapter_files import ADAPTER_CONFIG, load_adapter
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
 from hf_fsdpturbo.parallelize.order import ShardingReport
-from hf_fsdpturbo.parallelize.trainer_family import default_arguments, trl_classes
-from hf_fsdpturbo.ranks import everyone, rank, together
+from hf_fsdpturbo.parallelize.trainer_family import default_arguments, trl_classes, trusts_code
+from hf_fsdpturbo.ranks import everyone, raised_on_every_rank, rank, together
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.topology import Topology
 from hf_fsdpturbo.trainer import collective_calls
@@ -31,6 +32,7 @@ from hf_fsdpturbo.trainer.chat_template import refuse_new_tokens, take_template
 from hf_fsdpturbo.trainer.data_columns import refuse_columns
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.head_choice import HeadChoice
+from hf_fsdpturbo.trainer.output_place import open_output_dir
 from hf_fsdpturbo.trainer.reference import (
     add_reference,
     hash_shards,
@@ -47,6 +49,7 @@ from hf_fsdpturbo.trainer.refusals import (
     refuse_resizing,
     refuse_unsharded,
 )
+from hf_fsdpturbo.trainer.rows import rank0_first, refuse_rows
 from hf_fsdpturbo.trainer.sigterm import AgreedStop
 
 logger = logging.getLogger(__name__)
@@ -104,7 +107,9 @@ class SetUp:
         if not isinstance(config, FSDPTurboArguments):
             config = settings_beside(default_arguments(trainer_class) if config is None else config)
         self.trainer_class, self.given, self.config = trainer_class, given, config
+        open_output_dir(config)
         refuse_missing_packages(config)
+        refuse_rows(trainer_class, given, config)
         refuse_columns(trainer_class, given, config)
         refuse_model(given, config.world_size)
         refuse_optimizers(given, config.world_size)
@@ -176,10 +181,12 @@ class SetUp:
                     f"model is an adapter ({directory}), and peft_config would add another one. Leave peft_config "
                     "out, or merge the adapter first (merge_and_unload)."
                 )
+            base_of_adapter(directory)  # looks at the file before PEFT reads it
             peft_config = config_of_files(directory)
             base = peft_config.base_model_name_or_path
             if not base:
                 raise ValueError(f"{directory}/{ADAPTER_CONFIG} has no base_model_name_or_path. Add it.")
+            refuse_trusted_base(directory, trusts_code(self.config), base)
         model, self.report = build_model(
             self.trainer_class,
             base,
@@ -208,7 +215,7 @@ class SetUp:
     def parent_arguments(self) -> Iterator[GivenArguments]:
         """While open, the parent's ``__init__`` may run: TRL's functions that cannot take sharded models are ours."""
         config = self.given.get("args")
-        functions: dict[str, Any] = {}
+        functions: dict[str, Any] = {"global_then_local_main_first": rank0_first}
         if self.parallel_state is not None:
             functions["hash_module"], functions["clone_chat_template"] = hash_shards, take_template
             functions["get_peft_model"] = lambda model, config, **kwargs: self.peft_model
@@ -221,7 +228,8 @@ class SetUp:
         if self.is_own_reference:
             self.given.get("model").add_adapter = lambda *args, **kwargs: None  # it is there, made before sharding
         try:
-            with trainer_functions_replaced(self.trainer_class, **functions):
+            what = f"setting up {self.trainer_class.__name__}"
+            with trainer_functions_replaced(self.trainer_class, **functions), raised_on_every_rank(what, rename=False):
                 yield self.given
         finally:
             if hasattr(config, "model_init_kwargs"):
@@ -246,10 +254,14 @@ class SetUp:
             if trainer.args.enable_jit_checkpoint:
                 trainer.add_callback(AgreedStop(trainer))
         trainer.add_callback(trainer._finite)
+        text = ""
         if config.process_index == 0:
             trainable = [p for p in model.parameters() if p.requires_grad]
             in_bf16 = bool(trainable) and any(p.dtype == torch.bfloat16 for p in trainable)
             lines = [describe_sources(config), self.report, aux_loss_warning(self.trainer_class, model, config)]
             if in_bf16:
                 lines.append(bf16_storage_warning(cast(Any, config).learning_rate))
-            print("\n".join(str(line) for line in lines if line), flush=True)
+            text = "\n".join(str(line) for line in lines if line)
+        with raised_on_every_rank("printing the summary"):  # a closed or full output is met by rank 0 alone
+            if text:
+                print(text, flush=True)

@@ -57,6 +57,25 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "truncated_shard": (EP2, "truncated", ("model.safetensors", "truncated")),
     "missing_shard": (EP2, "missing_shard", ("is missing", "-00002-of-")),
     "no_model_there": (EP2, "nowhere", ("nowhere",)),
+    "moved_expert": (EP2, "moved_expert", ("model.safetensors", "layers.1.mlp.experts.9.up_proj", "numbered 0 to 7")),
+    "file_outside": (EP2, "file_outside", ("model.safetensors.index.json", "'../elsewhere.safetensors'")),
+    "linked_shard": (EP2, "linked_shard", ("-00002-of-", "is a link to", "outside its folder")),
+    "endless_layers": (EP2, "endless_layers", ("config.json", "num_hidden_layers=1000000000", "tensors in all")),
+    "eps_nan": (EP2, "eps_nan", ("rms_norm_eps is NaN",)),
+    "nine_of_eight": (EP2, "nine_of_eight", ("num_experts_per_tok=9", "number of experts, 8")),
+    "integer_weights": (EP2, "integer_weights", ("model.norm.weight has dtype I8", "quantization_config")),
+    "output_dir_a_file": ({**EP2, "output_dir": __file__}, "moe", ("output_dir=", "cannot be made")),
+    "output_dir_long": ({**EP2, "output_dir": "/tmp/" + "x" * 300}, "moe", ("output_dir=", "too long")),
+    "output_dir_empty": ({**EP2, "output_dir": ""}, "moe", ("output_dir", "an empty path")),
+    "output_dir_surrogate": ({**EP2, "output_dir": "/tmp/a\ud800"}, "moe", ("output_dir", "lone surrogate")),
+    "endless_timeout": ({**EP2, "dist_timeout": 10**30}, "moe", ("dist_timeout must be more than 0 and at most",)),
+}
+ROWS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "no_rows": ({"text": []}, ("train_dataset has no rows",)),
+    "null_text": ({"text": ["a long enough text", None]}, ("train_dataset: row 1 has no 'text'",)),
+    "number_text": ({"text": [1, 2, 3]}, ("column 'text' holds int64",)),
+    "mapping_text": ({"text": [{"a": 1}] * 3}, ("column 'text' holds mappings of ['a']",)),
+    "no_text": ({"words": ["a", "b"]}, ("text",)),
 }
 
 
@@ -87,7 +106,26 @@ def try_all(models: dict[str, str]) -> dict[str, tuple[str, str]]:
     args = FSDPTurboSFTConfig(**{**DEFAULT_ARGS, "output_dir": tempfile.mkdtemp(), **EP2})
     trainer = FSDPTurboSFTTrainer(models["moe"], args=args, train_dataset=data, processing_class=tokenizer)
     trainer.train()
-    return {**result, **refused_by_trainers(trainer, data, tokenizer)}
+    return {**result, **refused_rows(trainer, tokenizer), **refused_by_trainers(trainer, data, tokenizer)}
+
+
+def refused_rows(trainer: Any, tokenizer: Any) -> dict[str, tuple[str, str]]:
+    """Data sets that cannot train; TRL prepares them on rank 0 while the others wait for it."""
+    from datasets import Dataset
+
+    result = {}
+    for name, (columns, _) in ROWS.items():
+        try:
+            type(trainer)(
+                trainer.model.name_or_path,
+                args=trainer.args,
+                train_dataset=Dataset.from_dict(columns),
+                processing_class=tokenizer,
+            )
+            result[name] = ("", "no error")
+        except Exception as error:  # noqa: BLE001  (the test says which class it has to be)
+            result[name] = (type(error).__name__, str(error))
+    return result
 
 
 def refused_by_trainers(trainer: Any, data: Any, tokenizer: Any) -> dict[str, tuple[str, str]]:
@@ -183,8 +221,44 @@ def models(tiny, tmp_path_factory) -> dict[str, str]:
     config = json.loads((quantised / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (quantised / "config.json").write_text(json.dumps(config))
+
+    def changed(name: str, **fields: Any) -> str:
+        target = copy(moe, name)
+        content = json.loads((target / "config.json").read_text())
+        (target / "config.json").write_text(json.dumps({**content, **fields}))
+        return str(target)
+
+    def rewritten(name: str, change: Any) -> str:
+        file = copy(moe, name) / "model.safetensors"
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+        return str(file.parent)
+
+    def moved(tensors: dict[str, Any]) -> None:
+        place = "model.layers.1.mlp.experts.{}.up_proj.weight"
+        tensors[place.format(9)] = tensors.pop(place.format(1))
+
+    def counted(tensors: dict[str, Any]) -> None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].char()
+
+    outside, linked = copy(pieces, "outside"), copy(pieces, "linked")
+    index = outside / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
+    index.write_text(json.dumps(content))
+    shard = next(linked.glob("*-00002-of-*"))
+    shard.rename(linked.parent / "elsewhere.safetensors")
+    shard.symlink_to(linked.parent / "elsewhere.safetensors")
     return {
         **incomplete,
+        "moved_expert": rewritten("moved_expert", moved),
+        "integer_weights": rewritten("integer_weights", counted),
+        "file_outside": str(outside),
+        "linked_shard": str(linked),
+        "endless_layers": changed("endless_layers", num_hidden_layers=10**9),
+        "eps_nan": changed("eps_nan", rms_norm_eps=float("nan")),
+        "nine_of_eight": changed("nine_of_eight", num_experts_per_tok=9),
         "moe": moe,
         "three_experts": tiny("qwen3_moe", num_experts=3),
         "dense": str(dense),
@@ -208,6 +282,14 @@ def test_refused_by_trainers(said, case: str):
         assert all(part in message for part in OF_TRAINERS[case]), message
 
 
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_that_cannot_train_stop_both_ranks(said, case: str):
+    for rank in said:
+        kind, message = rank[case]
+        assert kind in ("ValueError", "CheckpointError"), (kind, message)  # the latter is a ValueError
+        assert all(part in message for part in ROWS[case][1]), message
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_one_clear_value_error_on_every_rank(said, case: str):
     messages = set()
@@ -215,6 +297,8 @@ def test_one_clear_value_error_on_every_rank(said, case: str):
         kind, message = rank[case]
         if case == "no_model_there":  # Transformers' own words
             assert kind == "CheckpointError", (kind, message)  # a ValueError
+        elif case in ("output_dir_a_file", "output_dir_long"):  # rank 0 alone makes it
+            assert (kind, "on rank 0 of 2" in message) == ("CheckpointError", True), (kind, message)
         elif case == "upstream_missing":
             assert kind in ("ValueError", "MissingDependencyError"), (kind, message)  # the latter is a ValueError too
         else:

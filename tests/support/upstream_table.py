@@ -66,6 +66,8 @@ OVERRIDES = (
     _override("_load_best_model", "fills the sharded model in place"),
     _override("_load_from_checkpoint", "reads shards at any topology"),
     _override("_load_optimizer_and_scheduler", "reads shards at any topology"),
+    _override("_load_rng_state", "a rank whose file is damaged fails on all ranks"),
+    _override("_load_scaler", "a stray scaler.pt is refused by name"),
     _override("_move_model_to_device", "a sharded model is where it belongs"),
     _override("_prepare_inputs", "refuses image batches", "image batches are supported"),
     _override("_push_from_checkpoint", "pushes after the checkpoint has its final name"),
@@ -208,6 +210,14 @@ REPLACED = (
         "whether it is TRL's own, whose columns are known",
         f"{SEAMS}::test_data_sets_are_prepared_by_a_method_of_that_name",
         "TRL names the columns that it found",
+    ),
+    Row(
+        "trl.trainer.sft_trainer.global_then_local_main_first",
+        "replace",
+        ("trainer/set_up.py",),
+        "data that rank 0 cannot prepare fails on all ranks, which wait for it in a barrier",
+        f"{SEAMS}::test_data_is_prepared_through_a_module_global",
+        "TRL exchanges the failure",
     ),
     Row(
         "trl.trainer.dpo_trainer.get_peft_model",
@@ -557,6 +567,14 @@ READ = (
         "tokenizer and arguments beside the weights",
         "test_trainer_contract.py::test_every_override_exists_upstream",
         "it has a public name",
+    ),
+    Row(
+        "transformers.Trainer._get_dataloader.data_collator",
+        "set",
+        ("trainer/rows.py",),
+        "while a data loader is made: its batches are looked at before the model sees them",
+        f"{CONTRACT}::test_data_loaders_take_the_trainers_collator",
+        "a collator can be given to the method",
     ),
     Row(
         "transformers.Trainer.create_accelerator_and_postprocess.gather_function",

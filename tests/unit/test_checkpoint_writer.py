@@ -90,6 +90,17 @@ def test_s3_a_claim_that_was_cut_short_is_stale_after_a_while(tmp_path):
     assert Writer(str(tmp_path)).note
 
 
+@pytest.mark.parametrize("content", [None, "[]", "[" * 5000, '{"pid": 99999999999999999999, "host": "%s"}'])
+def test_s3_a_claim_that_no_run_wrote_is_refused_as_an_unknown_one(tmp_path, content):
+    path = tmp_path / CLAIM
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(content.replace("%s", socket.gethostname()))
+    with pytest.raises(ValueError, match="is written by another run"):
+        Writer(str(tmp_path))
+
+
 def test_s3_the_owner_keeps_its_claim_fresh_and_notices_that_it_lost_it(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "BEAT", 0.01)
     path = tmp_path / CLAIM

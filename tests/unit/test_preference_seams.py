@@ -39,6 +39,13 @@ def test_data_sets_are_prepared_by_a_method_of_that_name(trainer):
     assert trainer._prepare_dataset.__module__.startswith("trl.")
 
 
+@pytest.mark.parametrize("module", [dpo_trainer, kto_trainer, reward_trainer, sft_trainer])
+def test_data_is_prepared_through_a_module_global(module):
+    assert module.global_then_local_main_first is utils.global_then_local_main_first
+    assert not inspect.signature(utils.global_then_local_main_first).parameters
+    assert "with global_then_local_main_first():" in inspect.getsource(module)
+
+
 def test_functions_are_replaced_for_the_length_of_the_context_only():
     def ours(*args, **kwargs):
         raise AssertionError

@@ -105,3 +105,22 @@ def test_all_ranks_draw_one_split(path: Path, tmp_path: Path):
         drawn.append(script.load_splits(script_args, mixture, 7)["test"]["text"][:])
     assert drawn[0] == drawn[1]
     assert len(drawn[0]) == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "words"),
+    [
+        ("ep_size: 2\nep_size: 4\n", [], ("line 2", "ep_size", "more than once")),
+        ("ep_size: 010\n", [], ("line 1", "ep_size", "'010' as 8")),
+        ("[1, 2]\n", [], ("must be a mapping",)),
+        ("max_steps: 1\n", ["--ep_siz", "2"], ("--ep_siz",)),
+        ("max_steps: 1\n", ["--ep_size", "1_0"], ("--ep_size", "'1_0'")),
+    ],
+)
+def test_what_would_be_read_otherwise_than_written(tmp_path: Path, text: str, rest: list[str], words: tuple[str, ...]):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    parser = load_script(SCRIPTS[0]).make_parser()
+    with pytest.raises(ValueError, match=".") as caught:
+        parser.parse_args_and_config(["--config", str(recipe), "--output_dir", str(tmp_path), "--use_cpu", "1", *rest])
+    assert all(word in str(caught.value) for word in words), caught.value

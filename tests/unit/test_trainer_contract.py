@@ -29,6 +29,8 @@ OVERRIDES = {
     "_load_best_model": "self",
     "_load_from_checkpoint": "self resume_from_checkpoint model",
     "_load_optimizer_and_scheduler": "self checkpoint",
+    "_load_rng_state": "self checkpoint",
+    "_load_scaler": "self checkpoint",
     "_move_model_to_device": "self model device",
     "_prepare_inputs": "self inputs",
     "_push_from_checkpoint": "self checkpoint_folder",

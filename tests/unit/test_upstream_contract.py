@@ -473,6 +473,15 @@ def test_models_name_their_decoder_layers():
         assert [type(layer).__name__ for layer in model.model.layers][0] in model._no_split_modules
 
 
+def test_data_loaders_take_the_trainers_collator():
+    """``rows.checked_batches`` replaces it for the length of the call."""
+    from transformers import Trainer
+
+    source = inspect.getsource(Trainer._get_dataloader)
+    assert "data_collator = self.data_collator" in source
+    assert '"collate_fn": data_collator' in source
+
+
 def test_what_is_announced_or_refused_on_models_and_trainers():
     """Methods that stand on instances, and what Trainer reads where a loss is scaled or SIGTERM saves."""
     from transformers import GenerationMixin, PreTrainedModel, Trainer, TrainingArguments
