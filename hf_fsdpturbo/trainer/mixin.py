@@ -327,10 +327,7 @@ class FSDPTurboTrainerMixin:
         """One process only: in a sharded run each trial would build a new model past the sharded loader."""
         if self.parallel_state is None:
             return super().hyperparameter_search(*args, **kwargs)  # type: ignore[misc]
-        raise ValueError(
-            "hyperparameter_search rebuilds the model for each trial and is not supported in a run of several "
-            "processes. Start one run a trial."
-        )
+        raise ValueError("hyperparameter_search rebuilds the model for each trial: start one run a trial.")
 
 
 class FSDPTurboTrainer(FSDPTurboTrainerMixin, Trainer):

@@ -112,6 +112,7 @@ def load_model(trainer: Any, checkpoint: str, parents: Callable[[str], None]) ->
         ValueError: not finished, without an optimizer, or of another model; on every rank.
     """
     model, adapted, verify = trainer.model, adapter_files.is_peft(trainer.model), trainer._saving.verify
+    trainer._saving.resumed_from = checkpoint
     if _is_plain(trainer, checkpoint):
         with together("resuming"):
             plain_trainer.check_record(checkpoint, verify)
@@ -275,6 +276,18 @@ def load_adapter(model: Any, directory: str) -> None:
         adapter_files.load_adapter(model, directory)
 
 
+def _refuse_elsewhere(best: str, output_dir: str, resumed_from: str | None) -> None:
+    """The best checkpoint lies in this run's folder, or beside the checkpoint that the run went on from."""
+    folders = [os.path.realpath(output_dir)]
+    if resumed_from is not None:
+        folders.append(os.path.dirname(os.path.realpath(resumed_from)))
+    if os.path.dirname(os.path.realpath(best)) not in folders:
+        raise ValueError(
+            f"best_model_checkpoint={cut(best)} lies in none of {folders}: trainer_state.json is of another run, or the "
+            "run was moved. Correct it there."
+        )
+
+
 def load_best_model(trainer: Any, parents: Callable[[], None]) -> None:
     """Fill the model from the best checkpoint, which may hold shards, Hub weights or an adapter. Collective."""
     best, adapted = trainer.state.best_model_checkpoint, adapter_files.is_peft(trainer.model)
@@ -286,12 +299,7 @@ def load_best_model(trainer: Any, parents: Callable[[], None]) -> None:
         return
     fault = _fault_in(trainer, best)
     with together("load_best_model_at_end"):
-        run_dir = os.path.realpath(trainer.args.output_dir)
-        if not os.path.realpath(best).startswith(run_dir + os.sep):
-            raise ValueError(
-                f"best_model_checkpoint={cut(best)} is outside output_dir {run_dir}: trainer_state.json is of another "
-                "run, or the run was moved. Correct it there."
-            )
+        _refuse_elsewhere(best, trainer.args.output_dir, trainer._saving.resumed_from)
         if fault is not None:
             raise fault
         in_hub_files = facts.read(best).get("weights") == "hub"

@@ -44,6 +44,7 @@ class Saving:
 
     Attributes:
         staging: where the parent class writes while a checkpoint is being saved, else None.
+        resumed_from: the checkpoint that the run went on from.
     """
 
     def __init__(self, trainer: Any, config: FSDPTurboArguments) -> None:
@@ -52,6 +53,7 @@ class Saving:
         self.format = config.checkpoint_format or ("hub" if self.alone else "dcp")
         self.verify = config.verify_checkpoint
         self.staging: str | None = None
+        self.resumed_from: str | None = None
         self.background: BackgroundSave | None = None
         self.writer: Writer | None = None  # on rank 0, while it trains
         self.run = ""

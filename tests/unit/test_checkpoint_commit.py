@@ -253,3 +253,17 @@ def test_true_from_a_command_line_means_the_newest(monkeypatch):
     monkeypatch.setattr(resuming, "newest_checkpoint", lambda run_dir, each_node: f"{run_dir}/checkpoint-9")
     asked = {True: "run/checkpoint-9", "true": "run/checkpoint-9", "True": "run/checkpoint-9", None: None, "a": "a"}
     assert {given: Trainer().train(given) for given in asked} == asked
+
+
+def test_the_best_checkpoint_may_lie_beside_what_was_resumed_from(tmp_path):
+    """A run that goes on in another output_dir may have its best checkpoint in the old one; nowhere else."""
+    from hf_fsdpturbo.trainer.resuming import _refuse_elsewhere
+
+    old, new, other = (str(tmp_path / name) for name in ("old", "new", "other"))
+    _refuse_elsewhere(f"{new}/checkpoint-2", new, None)
+    _refuse_elsewhere(f"{old}/checkpoint-1", new, f"{old}/checkpoint-3")
+    for best in (f"{other}/checkpoint-1", f"{new}/../other/checkpoint-1"):
+        with pytest.raises(ValueError, match="best_model_checkpoint"):
+            _refuse_elsewhere(best, new, f"{old}/checkpoint-3")
+    with pytest.raises(ValueError, match="best_model_checkpoint"):
+        _refuse_elsewhere(f"{old}/checkpoint-1", new, None)
