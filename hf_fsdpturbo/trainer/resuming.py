@@ -283,8 +283,8 @@ def _refuse_elsewhere(best: str, output_dir: str, resumed_from: str | None) -> N
         folders.append(os.path.dirname(os.path.realpath(resumed_from)))
     if os.path.dirname(os.path.realpath(best)) not in folders:
         raise ValueError(
-            f"best_model_checkpoint={cut(best)} lies in none of {folders}: trainer_state.json is of another run, or the "
-            "run was moved. Correct it there."
+            f"best_model_checkpoint={cut(best)} lies in none of {folders}: trainer_state.json is of another run, or "
+            "the run was moved. Correct it there."
         )
 
 
