@@ -5,6 +5,7 @@ import torch
 
 from hf_fsdpturbo import FSDPTurboTrainerMixin
 from hf_fsdpturbo.trainer.batches import SharedBatches
+from hf_fsdpturbo.trainer.loss_scale import LossScale
 from hf_fsdpturbo.trainer.evaluation import GatheredRows
 
 WORLD, CP, REMAINDER = 6, 2, 3  # three data ranks of two rows each, the last batch has three real rows
@@ -71,7 +72,7 @@ def test_nothing_changes_without_context_parallelism():
 
     class Trainer(FSDPTurboTrainerMixin, Parent):
         def __init__(self, cp_size):
-            self._batches = SharedBatches(cp_size)
+            self._batches, self._scale = SharedBatches(cp_size), LossScale(self, 1)
 
     assert Trainer(1).get_tp_size() == 7
     assert Trainer(CP).get_tp_size() == CP
