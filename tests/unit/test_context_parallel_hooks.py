@@ -5,8 +5,8 @@ import torch
 
 from hf_fsdpturbo import FSDPTurboTrainerMixin
 from hf_fsdpturbo.trainer.batches import SharedBatches
-from hf_fsdpturbo.trainer.loss_scale import LossScale
 from hf_fsdpturbo.trainer.evaluation import GatheredRows
+from hf_fsdpturbo.trainer.loss_scale import LossScale
 
 WORLD, CP, REMAINDER = 6, 2, 3  # three data ranks of two rows each, the last batch has three real rows
 
