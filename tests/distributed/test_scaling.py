@@ -108,7 +108,7 @@ def look(directories: dict[str, list[str]]) -> dict[str, tuple[int, str]]:
 
 
 def test_one_rank_looks_at_all_files(tmp_path):
-    """128 files by rank 0, its own by each other rank; what rank 0 finds is raised everywhere, in the same words."""
+    """128 files and the marker (in bounds) by rank 0, its own by each other; all raise what rank 0 finds, alike."""
     whole = make_checkpoint(tmp_path / "run")
     damaged = {name: tmp_path / name / "checkpoint-1" for name in ("truncated", "missing", "own", "unmarked")}
     for copy in damaged.values():
@@ -121,7 +121,7 @@ def test_one_rank_looks_at_all_files(tmp_path):
     cases["own"] = [str(damaged["own"]) if rank == 2 else str(whole) for rank in range(4)]  # another node's disk
 
     ranks = run_ranks(look, 4, cases)
-    assert [found["whole"] for found in ranks] == [(2 * FILES_OF + 2, ""), (1, ""), (1, ""), (1, "")]
+    assert [found["whole"] for found in ranks] == [(2 * FILES_OF + 3, ""), (1, ""), (1, ""), (1, "")]
     everywhere = "resuming failed on rank 0, 1, 2, 3 of 4: "
     for found in ranks:
         truncated = f"{damaged['truncated'] / 'dcp' / '__63_0.distcp'} has 7 bytes where 8 were written"
