@@ -43,7 +43,7 @@ def read_yaml(path: Path, found_by: str, precision_flag: str | None) -> LaunchCo
     where = f"accelerate config {path}"
     if not path.is_file():
         raise ValueError(f"{found_by}: there is no such file ({path}). Correct the path.")
-    _check_plain(path, where)
+    read_plain(path)
     try:
         config = load_config_from_file(str(path))
     except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -68,18 +68,24 @@ def read_yaml(path: Path, found_by: str, precision_flag: str | None) -> LaunchCo
 
 def _kind(config: Any) -> str:
     return str(getattr(config.distributed_type, "value", config.distributed_type))
-def _check_plain(path: Path, where: str) -> None:
-    """The file by our own reader, which accelerate's would not refuse so clearly: keys twice, bombs, wrong kinds."""
+def read_plain(path: Path) -> dict[str, Any]:
+    """The file by our own reader, which accelerate's would not refuse so clearly: keys twice, bombs, wrong kinds.
+
+    Raises:
+        ValueError: naming the file, and line, key or block.
+    """
+    where = f"accelerate config {path}"
     try:
         content = read_settings(str(path))
     except (ValueError, OSError) as error:
         raise ValueError(f"accelerate config cannot be read: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ValueError(f"{where} must be a mapping of names to values, but it is {cut(content)}. Correct the file.")
+        raise ValueError(f"{where} must be a YAML mapping of names to values, but it is {cut(content)}. Correct it.")
     for block in _BLOCKS:
         value = content.get(block)
         if value is not None and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
-            raise ValueError(f"{block} in {where} must be a mapping of names, but it is {cut(value)}. Correct it.")
+            raise ValueError(f"{block} must be a mapping of names, but it is {cut(value)} in {where}. Correct it.")
+    return content
 
 
 def _short(value: object) -> str:

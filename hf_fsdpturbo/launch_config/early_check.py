@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hf_fsdpturbo.launch_config.accelerate_yaml import _our_fields, _refuse_foreign_config
+from hf_fsdpturbo.launch_config.accelerate_yaml import _our_fields, _refuse_foreign_config, read_plain
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,8 @@ def read_early(path: Path) -> LaunchFile:
     Raises:
         ValueError: no YAML, or a key that cannot be honoured.
     """
-    import yaml
-
     path = path.absolute()
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"accelerate config {path} cannot be read: {error}") from error
-    where = f"accelerate config {path}"
-    if not isinstance(raw, dict):
-        raise ValueError(f"{where} must be a YAML mapping (key: value), but it is {type(raw).__name__}.")
-    blocks = {name: raw.get(name) or {} for name in ("fsdp_config", "dynamo_config")}
-    for name, block in blocks.items():
-        if not isinstance(block, dict):
-            raise ValueError(f"{name} must be a mapping (key: value), but it is {block!r} in {where}.")
+    raw, where = read_plain(path), f"accelerate config {path}"
     _refuse_foreign_config(
         SimpleNamespace(
             compute_environment=SimpleNamespace(value=raw.get("compute_environment", "LOCAL_MACHINE")),
@@ -60,7 +48,7 @@ def read_early(path: Path) -> LaunchFile:
             parallelism_config=raw.get("parallelism_config"),
             deepspeed_config=raw.get("deepspeed_config"),
             megatron_lm_config=raw.get("megatron_lm_config"),
-            dynamo_config=blocks["dynamo_config"],
+            dynamo_config=raw.get("dynamo_config") or {},
         ),
         where,
     )
@@ -71,7 +59,7 @@ def read_early(path: Path) -> LaunchFile:
     if port is not None and (not isinstance(port, int) or not 0 <= port < 65536):
         raise ValueError(f"main_process_port must be 0 to 65535, but it is {port!r} in {where}.")
     rank = raw.get("machine_rank", 0)
-    return LaunchFile(path, processes, machines, rank, ip, port, _our_fields(blocks["fsdp_config"], where))
+    return LaunchFile(path, processes, machines, rank, ip, port, _our_fields(raw.get("fsdp_config") or {}, where))
 
 
 def _text(value: Any) -> str:

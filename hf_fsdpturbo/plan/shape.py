@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_fsdpturbo.bounded import parse_json, read_text
 from hf_fsdpturbo.context_parallel.exactness import check_model as check_context_parallel
 from hf_fsdpturbo.loading.dtypes import store_parameters
 from hf_fsdpturbo.model_spec import find_experts
@@ -137,7 +137,7 @@ def read_config(model: str) -> tuple[Any, tuple[str, ...]]:
     path, notes = released_file(model) or Path(model), []
     try:
         if path.is_file():
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(read_text(str(path)), str(path))
             config = AutoConfig.for_model(values.pop("model_type"), **values)
         else:
             config = AutoConfig.from_pretrained(model, local_files_only=True)

@@ -91,7 +91,7 @@ def test_the_store_is_asked_now_and_then(others):
         ("/usr/lib/python3/dist-packages/torch/autograd/graph.py", "torch/autograd/graph.py"),
         (threading.__file__, ""),
         ("<string>", ""),
-        ("/home/me/train.py", "/home/me/train.py"),
+        ("/code/train.py", "/code/train.py"),
     ],
 )
 def test_files_by_whose_they_are(file, found):
