@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from hf_fsdpturbo.kernels.state_walk import walk
 from hf_fsdpturbo.packing.documents import document_ids_from_cu_seqlens
 
 # Arguments of FLA's rule that change the result and that this rule does not implement: refused, never dropped.
@@ -93,7 +94,8 @@ def chunk_gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2NORM_EPS) for x in (q, k))
     q = q * query.shape[-1] ** -0.5
-    out, state = _chunked(q, k, v, log_decay, write, chunk_size, initial_state, ids)
+    with torch.autocast(query.device.type, enabled=False):  # it would round the walked state to bf16 at every chunk
+        out, state = _chunked(q, k, v, log_decay, write, chunk_size, initial_state, ids)
     return out.to(query.dtype), state if output_final_state else None
 
 
@@ -171,28 +173,18 @@ def _chunked(
     right = torch.cat((v * write.unsqueeze(-1), k * (write * from_state).unsqueeze(-1)), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
 
-    def matrices(x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # [P, B, Hk, G, ...] -> P tensors [M, ...]
-        return x.flatten(1, 3).unbind(0)
-
-    new_values, old_reads = (matrices(x) for x in solved.split((value_dim, key_dim), -1))
-    attention = matrices((q @ k.transpose(-1, -2)) * pairwise)
-    queries = matrices(q * from_state.unsqueeze(-1))
-    keys = matrices((k * to_state.unsqueeze(-1)).transpose(-1, -2))
-    decays = matrices((total[..., -1].exp() * keeps)[..., None, None])
-
+    # [P, B, Hk, G, ...] -> [P, M, ...]
+    new_values, old_reads = (x.flatten(1, 3) for x in solved.split((value_dim, key_dim), -1))
+    attention = ((q @ k.transpose(-1, -2)) * pairwise).flatten(1, 3)
+    queries = (q * from_state.unsqueeze(-1)).flatten(1, 3)
+    keys = (k * to_state.unsqueeze(-1)).transpose(-1, -2).flatten(1, 3)
+    decays = (total[..., -1].exp() * keeps)[..., None, None].flatten(1, 3)
     if initial_state is None:
         state = q.new_zeros(batch * value_heads, key_dim, value_dim)
     else:
         state = initial_state.to(q.dtype).flatten(0, 1)
-    outs = []
-    for new_value, old_read, attend, read, k_write, decay in zip(
-        new_values, old_reads, attention, queries, keys, decays, strict=True
-    ):
-        correction = torch.baddbmm(new_value, old_read, state, alpha=-1)
-        outs.append(torch.baddbmm(torch.bmm(read, state), attend, correction))
-        state = torch.baddbmm(state * decay, k_write, correction)
-
-    out = torch.stack(outs).unflatten(1, (batch, value_heads)).permute(1, 0, 3, 2, 4)  # [B, P, C, Hv, Dv]
+    out, state = walk(new_values, old_reads, attention, queries, keys, decays, state)
+    out = out.unflatten(1, (batch, value_heads)).permute(1, 0, 3, 2, 4)  # [B, P, C, Hv, Dv]
     return out.flatten(1, 2)[:, :length], state.unflatten(0, (batch, value_heads))
 
 
