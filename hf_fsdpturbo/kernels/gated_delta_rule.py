@@ -90,12 +90,12 @@ def chunk_gated_delta_rule(
                                            output_final_state, use_qk_l2norm_in_kernel)  # fmt: skip
         ids = document_ids_from_cu_seqlens(cu_seqlens, query.shape[1])
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    q, k, v, log_decay, write = (x.to(dtype) for x in (query, key, value, g, beta))
-    if use_qk_l2norm_in_kernel:
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2NORM_EPS) for x in (q, k))
-    q = q * query.shape[-1] ** -0.5
     with torch.autocast(query.device.type, enabled=False):  # it would round the walked state to bf16 at every chunk
-        out, state = _chunked(q, k, v, log_decay, write, chunk_size, initial_state, ids)
+        q, k, v, log_decay, write = (_to_chunks(x, chunk_size, dtype) for x in (query, key, value, g, beta))
+        if use_qk_l2norm_in_kernel:
+            q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2NORM_EPS) for x in (q, k))
+        q = q * query.shape[-1] ** -0.5
+        out, state = _chunked(q, k, v, log_decay, write, query.shape[1], initial_state, ids)
     return out.to(query.dtype), state if output_final_state else None
 
 
@@ -141,28 +141,27 @@ def _one_document_at_a_time(
     return torch.cat(outs, 1), torch.cat(states) if output_final_state else None
 
 
-def _to_chunks(x: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
-    """``[B, S, H, ...]`` -> ``[P, B, H, C, ...]``, zero-padded at the end of S."""
-    batch, length, heads, *rest = x.shape
-    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, num_chunks * chunk_size - length))
-    return x.reshape(batch, num_chunks, chunk_size, heads, *rest).permute(1, 0, 3, 2, *range(4, x.ndim + 1))
+def _to_chunks(x: torch.Tensor, chunk_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """``[B, S, H, ...]`` -> ``[P, B, H, C, ...]`` in ``dtype``, zero-padded at the end of S; one copy does it all."""
+    missing = -x.shape[1] % chunk_size
+    if missing:
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing))
+    chunks = x.unflatten(1, (-1, chunk_size)).permute(1, 0, 3, 2, *range(4, x.ndim + 1))
+    return chunks.to(dtype, memory_format=torch.contiguous_format)
 
 
 def _chunked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, write: torch.Tensor,
-    chunk_size: int, initial_state: torch.Tensor | None, document_ids: torch.Tensor | None,
+    length: int, initial_state: torch.Tensor | None, document_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The rule on prepared float inputs, q scaled: ``out [B, S, Hv, Dv]``, and the last state ``[B, Hv, Dk, Dv]``."""
-    batch, length, key_heads, key_dim = k.shape
-    value_heads, value_dim = v.shape[2:]
+    """The rule on prepared chunks, q scaled: ``out [B, S, Hv, Dv]``, and the last state ``[B, Hv, Dk, Dv]``."""
+    num_chunks, batch, key_heads, chunk_size, key_dim = k.shape
+    value_heads, value_dim = v.shape[2], v.shape[4]
     groups = value_heads // key_heads
-    num_chunks = -(-length // chunk_size)
     causal, reads, writes, keeps = _masks(document_ids, batch, num_chunks, chunk_size, length, q.device)
 
-    q, k = (_to_chunks(x, num_chunks, chunk_size).unsqueeze(3) for x in (q, k))  # [P, B, Hk, 1, C, Dk]
-    v, log_decay, write = (
-        _to_chunks(x, num_chunks, chunk_size).unflatten(2, (key_heads, groups)) for x in (v, log_decay, write)
-    )  # [P, B, Hk, G, C(, Dv)]
+    q, k = (x.unsqueeze(3) for x in (q, k))  # [P, B, Hk, 1, C, Dk]
+    v, log_decay, write = (x.unflatten(2, (key_heads, groups)) for x in (v, log_decay, write))  # [P, B, Hk, G, C...]
     total = log_decay.cumsum(-1)
     pairwise = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~causal, float("-inf")).exp()
     from_state = total.exp() * reads  # decay from the chunk's start; 0 where the state belongs to another document
@@ -177,8 +176,8 @@ def _chunked(
     new_values, old_reads = (x.flatten(1, 3) for x in solved.split((value_dim, key_dim), -1))
     attention = ((q @ k.transpose(-1, -2)) * pairwise).flatten(1, 3)
     queries = (q * from_state.unsqueeze(-1)).flatten(1, 3)
-    keys = (k * to_state.unsqueeze(-1)).transpose(-1, -2).flatten(1, 3)
-    decays = (total[..., -1].exp() * keeps)[..., None, None].flatten(1, 3)
+    keys = (k * to_state.unsqueeze(-1)).flatten(1, 3)
+    decays = (total[..., -1].exp() * keeps).flatten(1, 3)
     if initial_state is None:
         state = q.new_zeros(batch * value_heads, key_dim, value_dim)
     else:

@@ -243,7 +243,7 @@ def test_the_walk_has_its_own_gradients():
     """Every argument, the first and the last state included, against finite differences in float64."""
     generator = torch.Generator().manual_seed(0)
     chunks, matrices, size, key_dim, value_dim = 3, 2, 4, 3, 2
-    shapes = [(size, value_dim), (size, key_dim), (size, size), (size, key_dim), (key_dim, size), (1, 1)]
+    shapes = [(size, value_dim), (size, key_dim), (size, size), (size, key_dim), (size, key_dim), ()]
     x = [torch.randn(chunks, matrices, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
     x.append(torch.randn(matrices, key_dim, value_dim, generator=generator, dtype=torch.float64))
     assert torch.autograd.gradcheck(walk, [t.requires_grad_() for t in x])
