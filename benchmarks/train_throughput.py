@@ -159,12 +159,13 @@ def write_breakdown(profiler, wall, path):
         count, total = kernels.get(event.name, (0, 0))
         kernels[event.name] = (count + 1, total + ms)
         intervals.append((event.time_range.start, event.time_range.end, event.name))
-    busy, end, before, gaps = 0.0, float("inf"), "", []
+    busy, before, gaps = 0.0, "", []
+    end = min(start for start, *_ in intervals)
     for start, stop, name in sorted(intervals):
         if start > end:
             gaps.append((start - end, before, name))
-        busy += max(0.0, stop - max(start, end)) if end != float("inf") else stop - start
-        if end == float("inf") or stop > end:
+        busy += max(0.0, stop - max(start, end))
+        if stop >= end:
             end, before = stop, name
     lines = [
         f"step {wall * 1e3:.1f} ms under the profiler, GPU busy {busy / 1e3:.1f} ms (kinds overlap across streams)"
