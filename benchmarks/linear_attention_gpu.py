@@ -128,7 +128,7 @@ def main() -> None:
         linear_attention.chunk_gated_delta_rule = older_rule(args.before)
         measure("pytorch, before", ours)
         linear_attention.chunk_gated_delta_rule = new
-    for chunk in [] if args.cpu else [int(text) for text in args.chunks.split(",")]:
+    for chunk in [] if args.cpu else [int(text) for text in args.chunks.split(",") if text]:
         measure(f"fla, chunk {chunk}", KernelParams([FLA], None, chunk))
     if not args.without_transformers:
         names = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
