@@ -39,7 +39,7 @@ def _gemm() -> Callable[..., Tensor] | None:
         return None
     try:
         from quack.gemm_interface import gemm
-    except Exception as error:  # noqa: BLE001  # an optional extra that does not load must not end a run
+    except (ImportError, RuntimeError, AttributeError, OSError, ValueError) as error:
         logger.warning("quack is installed but does not import (%s): torch's grouped matmul runs.", error)
         return None
     return gemm  # type: ignore[no-any-return]
@@ -80,7 +80,7 @@ def _choose(left: Tensor, right: Tensor, offsets_L: Tensor, sizes: tuple[int, ..
             return False
         del found, expected
         theirs, ours = (_milliseconds(f, left, right, offsets_L) for f in (_quack, plain.grouped_mm))
-    except Exception as error:  # noqa: BLE001  # whatever its compiler meets
+    except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError, ImportError) as error:
         logger.warning("%s: quack fails (%s: %s), torch runs.", what, type(error).__name__, str(error)[:200])
         return False
     chosen = theirs < GAIN * ours
