@@ -1,4 +1,4 @@
-"""The operators for CUDA: Triton kernels for index work, copies and SwiGLU, torch's grouped matmul for the rest.
+"""The operators for CUDA: Triton kernels for index work, copies and SwiGLU, a library's grouped matmul for the rest.
 
 The ``triton_*.py`` files and it alone import triton. No autotuning: block sizes follow from shapes, so the first step
 compiles each kernel once. Runs under ``TRITON_INTERPRET=1`` with CPU tensors, which is how the unit tests check it.
@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_fsdpturbo.ops.torch import grouped_mm, supports
+from hf_fsdpturbo.ops.quack import grouped_mm
+from hf_fsdpturbo.ops.torch import supports
 from hf_fsdpturbo.ops.triton_adamw import adamw_, square_sum
 from hf_fsdpturbo.ops.triton_cross_entropy import add_product_, cross_entropy_
 from hf_fsdpturbo.ops.triton_rows import gather_sum, scatter_rows

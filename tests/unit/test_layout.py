@@ -33,7 +33,7 @@ OWNERS: dict[str, list[str]] = {
     "deepspeed": [],
     "flash_attn": [],
     "matplotlib": [],
-    "quack": [],
+    "quack": ["ops/quack.py"],
     "xformers": [],
 }
 # Files that import a module whose name is not written in the call, and what it can be.
