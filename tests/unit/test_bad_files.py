@@ -71,6 +71,15 @@ def test_expert_numbers_are_0_to_the_last_once_each(numbers):
     assert "f: model.layers.0" in str(caught.value)
 
 
+@pytest.mark.parametrize("other", ["mlp/experts.1.up_proj.weight", "mlpnexperts.1.up_proj.weight"])
+def test_a_key_whose_dot_was_changed_is_seen(other):
+    """Transformers' pattern takes it, and stacks it where its key is sorted to: another expert's place."""
+    sources = [("f", KEY.format(0)), ("f", KEY.format(2)), ("f", KEY.partition("mlp")[0] + other)]
+    with pytest.raises(ValueError, match="begin with") as caught:
+        check_expert_numbers("up", r"mlp.experts.*.up_proj.weight$", sources)
+    assert other in str(caught.value)
+
+
 def test_right_expert_numbers_in_any_order():
     check_expert_numbers("up", "experts.*.up_proj.weight", [("f", KEY.format(n)) for n in (2, 0, 1)])
 
