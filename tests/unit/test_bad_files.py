@@ -33,7 +33,10 @@ def test_links_that_lead_out_and_those_of_the_hub(tmp_path):
     (blobs / "1").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/1")
     (snapshot / "notes.md").symlink_to("/etc/hostname")
+    (snapshot / "inner").mkdir()
+    (snapshot / "inner" / "config.json").symlink_to("../../../blobs/1")
     check_links(str(snapshot))
+    check_links(str(snapshot / "inner"))  # from_pretrained's subfolder
     (tmp_path / "elsewhere").write_text("{}")
     (snapshot / "model.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="outside its folder"):
