@@ -531,8 +531,8 @@ READ = (
     Row(
         "torch._C",
         "read",
-        ("trainer/loss_scale.py",),
-        "the module of the name above",
+        ("telemetry/real_tokens.py", "trainer/loss_scale.py"),
+        "the module of names here",
         f"{TORCH}::test_a_tensor_can_note_what_is_done_with_it",
         STAYS,
     ),
@@ -590,6 +590,14 @@ READ = (
         ("dispatch/kept_attention.py",),
         "sees the one operator that computes attention, while Transformers' attention function runs",
         "test_selective_recompute.py::test_attention_calls",
+        "it has a public name",
+    ),
+    Row(
+        "torch._C._current_graph_task_id",
+        "read",
+        ("telemetry/real_tokens.py",),
+        "whether a forward is a recompute: then it runs inside a backward, with our tape or without one",
+        f"{TORCH}::test_a_forward_inside_a_backward_is_told",
         "it has a public name",
     ),
     Row(
