@@ -48,7 +48,7 @@ def draw_load(record: LoadRecord, folder: str) -> str:
     axes = figure.subplots(2, 3, height_ratios=(3, 2))
     _draw_heatmaps(figure, axes[0], record, counts_WME, experts_M)
     _draw_worst(axes[1, 0], record, counts_WME, experts_M)
-    for place, values, label in ((1, record.loss, "loss"), (2, record.tokens_per_second, "tokens a second")):
+    for place, values, label in ((1, record.losses, "loss"), (2, record.rates, "tokens a second")):
         axes[1, place].plot(record.steps, values, color="tab:blue")
         axes[1, place].set(xlabel="optimizer step", title=label)
         axes[1, place].grid(alpha=0.3)
@@ -57,9 +57,7 @@ def draw_load(record: LoadRecord, folder: str) -> str:
     return path
 
 
-def _draw_heatmaps(
-    figure: Any, axes: Any, record: LoadRecord, counts_WME: np.ndarray, experts_M: np.ndarray
-) -> None:
+def _draw_heatmaps(figure: Any, axes: Any, record: LoadRecord, counts_WME: np.ndarray, experts_M: np.ndarray) -> None:
     """Start, middle and end: each a tenth of the run, at least a window."""
     windows = len(record.steps)
     part = max(1, windows // 10)

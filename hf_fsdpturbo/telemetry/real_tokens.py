@@ -47,9 +47,9 @@ class RealTokens:
     Attributes:
         rows: T of the forward that runs, or ran last.
         real_T: bool, False at padding; None where every row is a token.
-        totals: int64 ``[3]`` on ``device``, of this rank since it was made: its tokens, the keys that they attend to in
-            a causal layer (1 for a document's first token), and those inside ``window``. Nobody waits for them. Who
-            tells kinds of tokens apart (of text, of images) adds a total here.
+        totals: int64 ``[3]`` on ``device``, of this rank since it was made: its tokens, the keys that they attend to
+            in a causal layer (1 for a document's first token), and those inside ``window``. Nobody waits for them.
+            Who tells kinds of tokens apart (of text, of images) adds a total here.
     """
 
     def __init__(self, device: torch.device, window: int | None = None) -> None:
