@@ -84,7 +84,7 @@ class RealTokens:
         return self.real_T if token_of_row is None else self.real_T[token_of_row]
 
     def pair_weights(self, rows: int, choices: int, token_of_row: Tensor | None = None) -> Tensor:
-        """``[rows * choices]`` int64: 1 where a (row, choice) pair is of a real token; arguments of :meth:`weights`."""
+        """``[rows * choices]`` int64: 1 where a (row, choice) pair is of a real token; else as :meth:`weights`."""
         if token_of_row is None and (rows, choices) in self._pairs:
             return self._pairs[rows, choices]
         real_R = self.weights(rows, token_of_row)
