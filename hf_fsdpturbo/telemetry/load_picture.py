@@ -37,6 +37,7 @@ def draw_load(record: LoadRecord, folder: str) -> str:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ImportError(
             f"{PICTURE} needs matplotlib: pip install 'hf_fsdpturbo[report]', then hf-fsdpturbo report {folder}"
@@ -50,8 +51,11 @@ def draw_load(record: LoadRecord, folder: str) -> str:
     _draw_worst(axes[1, 0], record, counts_WME, experts_M)
     for place, values, label in ((1, record.losses, "loss"), (2, record.rates, "tokens a second")):
         axes[1, place].plot(record.steps, values, color="tab:blue")
-        axes[1, place].set(xlabel="optimizer step", title=label)
+        axes[1, place].set(xlabel="optimizer step", title=label, ylim=(0, None) if place == 2 else None)
         axes[1, place].grid(alpha=0.3)
+    for axis in axes[0]:
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     path = os.path.join(folder, PICTURE)
     figure.savefig(path, dpi=90)
     return path
