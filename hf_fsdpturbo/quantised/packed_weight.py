@@ -25,7 +25,18 @@ from hf_fsdpturbo.shards import like, local_box, local_tensor, whole_tensor
 
 LARGEST = "_absmax"
 """End of the name of the second parameter, and of the buffers that stand for it."""
+WIDEST = 0.18
+"""Of a block's largest value: a little more than half of the widest step between two of the 16 values."""
 _BUFFERS = tuple(f"{LARGEST}_{part}" for part in ("bytes", "scale", "mean"))
+
+
+def packed_weight(model: nn.Module, name: str) -> PackedWeight | None:
+    """The quantised weight of that full name, if it is one."""
+    path, _, last = name.rpartition(".")
+    try:
+        return packed_weights(model.get_submodule(path)).get(last)
+    except AttributeError:
+        return None
 
 
 def is_statistic(name: str) -> bool:
@@ -96,6 +107,10 @@ class PackedWeight:
         )  # fmt: skip
         return like(described, local)
 
+    def shown(self) -> Tensor:
+        """The weight in full, on meta, sharded as the bytes are."""
+        return self.in_full(self._parameter(), None)
+
     def fill(self, local: Tensor) -> None:
         """Quantise this rank's part, which goes; the bytes take their place in the module."""
         data, largest = pack(local.detach().to(self.quantised_on), self.asked.quant_type)
@@ -160,7 +175,7 @@ class PackedWeight:
 
     def _largest(self, packed: Tensor) -> Tensor:
         """``[..., B]`` float32 for the blocks of ``packed``."""
-        statistic = self.module._parameters.get(self.name + LARGEST)
+        statistic = self.module._parameters.get(self.name + LARGEST, self._statistic)
         if statistic is not None:
             return local_tensor(statistic).view(torch.float32).squeeze(-1)
         if self._waiting is not None:
@@ -179,6 +194,18 @@ class PackedWeight:
         first = box.offset[0] // max(len(largest), 1) * len(largest) if len(self.shape) == 3 else 0
         start = (box.offset[0] - first, *box.offset[1:-1])
         return largest[tuple(slice(o, o + size) for o, size in zip(start, box.shape[:-1], strict=True))]
+
+    def is_near(self, expected: Tensor, index: tuple[slice, ...]) -> bool:
+        """Whether each of the values at ``index`` (of this rank's part) is the nearest that 4 bits have to one of
+        ``expected`` (on the CPU), a part of a weight in full: another row's, or another expert's, would not be."""
+        rows, columns = index[:-1], index[-1]
+        packed = local_tensor(self._parameter())
+        largest, packed = self._largest(packed)[rows], packed[rows]
+        found = torch.empty((*packed.shape[:-2], packed.shape[-2] * BLOCK), device=packed.device)
+        unpack_(found, packed, largest, self.asked.quant_type)
+        allowed = (WIDEST * largest).repeat_interleave(BLOCK, dim=-1)
+        found, allowed = found[..., columns].cpu(), allowed[..., columns].cpu()
+        return found.shape == expected.shape and bool(((found - expected.float()).abs() <= allowed).all())
 
     def bytes_held(self) -> int:
         """Bytes of this rank's part, quantised."""

@@ -1,0 +1,81 @@
+"""QLoRA runs against one plain process of PEFT on the dequantised weights, which bitsandbytes itself makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.adapter_runs import as_peft
+from tests.support.records import Record, Run
+from tests.support.reference_run import merge_batches, run_references, run_turbo_all
+
+SIZES = {"kind": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+"""Rows of whole blocks of 64."""
+IN_FULL = ("embed_tokens", "lm_head", "gate.weight", "norm")
+
+
+def four_bits(**changes: Any) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, **{"bnb_4bit_quant_type": "nf4", **changes})
+
+
+def dequantised(weight: Tensor, quant_type: str = "nf4", nested: bool = False) -> Tensor:
+    """What bitsandbytes makes of a matrix, or of each matrix of a stack."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    def one(matrix: Tensor) -> Tensor:
+        packed, state = quantize_4bit(matrix.contiguous(), quant_type=quant_type, compress_statistics=nested)
+        return dequantize_4bit(packed, state)
+
+    return torch.stack([one(matrix) for matrix in weight]) if weight.ndim == 3 else one(weight)
+
+
+def dequantise_model(model: nn.Module, quant_type: str = "nf4", nested: bool = False) -> None:
+    """All matrices in place but those that stay in full."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and not any(part in name for part in IN_FULL):
+                parameter.copy_(dequantised(parameter, quant_type, nested))
+
+
+def save_dequantised(path: str, folder: str, quant_type: str = "nf4", nested: bool = False) -> str:
+    """A checkpoint beside ``path`` that holds the dequantised weights, in full."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    dequantise_model(model, quant_type, nested)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+    return folder
+
+
+def trained_only(record: Record) -> Record:
+    """Adapters in PEFT's layout, without frozen weights (which are bytes on one side)."""
+    names = set(record.trainable)
+    for field in ("weights", "start_weights"):
+        setattr(record, field, {name: t for name, t in getattr(record, field).items() if name in names})
+    return as_peft(record)
+
+
+def against_dequantised(
+    runs: dict[str, tuple[Run, str]], world_size: int, timeout: float = 150
+) -> dict[str, tuple[Record, Record]]:
+    """All runs in one spawn, and for each one plain process on the checkpoint of dequantised weights beside it."""
+    from tests.support.spawn import run_plain_jobs, run_ranks
+
+    by_rank = run_ranks(run_turbo_all, world_size, [run for run, _ in runs.values()], timeout=timeout)
+    jobs = []
+    for index, (run, plain) in enumerate(runs.values()):
+        kwargs = {name: value for name, value in run.trainer_kwargs.items() if name != "quantization_config"}
+        batches = merge_batches([records[index] for records in by_rank])
+        jobs.append((replace(run, model=plain, trainer_kwargs=kwargs, after_train=None), world_size, batches))
+    references = run_plain_jobs(run_references, jobs, timeout=timeout)
+    found = {}
+    for index, name in enumerate(runs):
+        by_rank[0][index].extra["ranks"] = [records[index].extra for records in by_rank]
+        found[name] = trained_only(by_rank[0][index]), trained_only(references[index])
+    return found
