@@ -34,20 +34,24 @@ def dequantised(weight: Tensor, quant_type: str = "nf4", nested: bool = False) -
     return torch.stack([one(matrix) for matrix in weight]) if weight.ndim == 3 else one(weight)
 
 
-def dequantise_model(model: nn.Module, quant_type: str = "nf4", nested: bool = False) -> None:
+def dequantise_model(
+    model: nn.Module, quant_type: str = "nf4", nested: bool = False, kept: tuple[str, ...] = ()
+) -> None:
     """All matrices in place but those that stay in full."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and not any(part in name for part in IN_FULL):
+            if parameter.ndim > 1 and not any(part in name for part in (*IN_FULL, *kept)):
                 parameter.copy_(dequantised(parameter, quant_type, nested))
 
 
-def save_dequantised(path: str, folder: str, quant_type: str = "nf4", nested: bool = False) -> str:
+def save_dequantised(
+    path: str, folder: str, quant_type: str = "nf4", nested: bool = False, kept: tuple[str, ...] = ()
+) -> str:
     """A checkpoint beside ``path`` that holds the dequantised weights, in full."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    dequantise_model(model, quant_type, nested)
+    dequantise_model(model, quant_type, nested, kept)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(path).save_pretrained(folder)
     return folder
@@ -62,20 +66,46 @@ def trained_only(record: Record) -> Record:
 
 
 def against_dequantised(
-    runs: dict[str, tuple[Run, str]], world_size: int, timeout: float = 150
-) -> dict[str, tuple[Record, Record]]:
-    """All runs in one spawn, and for each one plain process on the checkpoint of dequantised weights beside it."""
+    runs: dict[str, tuple[Run, str]], world_size: int, timeout: float = 200
+) -> dict[str, tuple[Record, Record, Record]]:
+    """All runs in one spawn (or one plain process), and for each two on the checkpoint of dequantised weights.
+
+    The third record's experts are computed one by one: how far it is from the second is how well conditioned a tensor
+    is.
+    """
     from tests.support.spawn import run_plain_jobs, run_ranks
 
-    by_rank = run_ranks(run_turbo_all, world_size, [run for run, _ in runs.values()], timeout=timeout)
-    jobs = []
+    if world_size == 1:
+        by_rank = [run_plain_jobs(run_turbo_all, [run for run, _ in runs.values()], timeout=timeout)]
+    else:
+        by_rank = run_ranks(run_turbo_all, world_size, [run for run, _ in runs.values()], timeout=timeout)
+    jobs, yardsticks = [], []
     for index, (run, plain) in enumerate(runs.values()):
         kwargs = {name: value for name, value in run.trainer_kwargs.items() if name != "quantization_config"}
         batches = merge_batches([records[index] for records in by_rank])
-        jobs.append((replace(run, model=plain, trainer_kwargs=kwargs, after_train=None), world_size, batches))
-    references = run_plain_jobs(run_references, jobs, timeout=timeout)
+        own = replace(run, model=plain, trainer_kwargs=kwargs, after_train=None)
+        eager = replace(own, model_kwargs={**own.model_kwargs, "experts_implementation": "eager"})
+        jobs.append((own, world_size, batches))
+        yardsticks.append((eager, world_size, batches))
+    references = run_plain_jobs(run_references, [*jobs, *yardsticks], timeout=timeout)
     found = {}
     for index, name in enumerate(runs):
         by_rank[0][index].extra["ranks"] = [records[index].extra for records in by_rank]
-        found[name] = trained_only(by_rank[0][index]), trained_only(references[index])
+        records = (by_rank[0][index], references[index], references[len(runs) + index])
+        found[name] = tuple(trained_only(record) for record in records)
+    return found
+
+
+def held(trainer: Any) -> dict[str, int]:
+    """What a rank holds between steps: bytes of storages by dtype, of all parameters and buffers."""
+    from hf_fsdpturbo.shards import local_tensor
+
+    found: dict[str, int] = {}
+    tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
+    storages = {}
+    for tensor in tensors:
+        local = local_tensor(tensor.detach())
+        storages[local.untyped_storage().data_ptr()] = str(local.dtype), local.untyped_storage().nbytes()
+    for dtype, size in storages.values():
+        found[dtype] = found.get(dtype, 0) + size
     return found
