@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-from tests.support.adapter_runs import lora
-from tests.support.compare import compare
-from tests.support.packed_runs import SIZES, against_dequantised, four_bits, held, save_dequantised
+from tests.support.adapter_runs import adapter_tensors, lora, plain_adapter, plain_logits
+from tests.support.compare import TOLERANCE, compare, distance
+from tests.support.packed_runs import (
+    SIZES,
+    against_dequantised,
+    four_bits,
+    held,
+    resume_and_take,
+    save_dequantised,
+    train_and_save,
+)
 from tests.support.preference_runs import pairs
 from tests.support.reference_run import Run
+from tests.support.spawn import run_plain, run_ranks
 from tests.support.tiny_models import texts
 
 ACCUMULATE = {"gradient_accumulation_steps": 2}
@@ -90,3 +102,50 @@ def test_equals_one_process_on_dequantised_weights(outcome, layout, run):
     assert comparison, comparison.report
     assert len(record.gradients) == 3
     assert record.trainable == reference.trainable
+
+
+# Files
+
+
+STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "router_aux_loss_coef": 0.0}
+
+
+def saved_run(path: str, folder: str, turbo: dict, batch: int) -> Run:
+    args = {"output_dir": folder, "per_device_train_batch_size": batch, **STEPS}
+    kwargs = {"peft_config": lora(), "quantization_config": four_bits(**NESTED)}
+    return Run(path, {"text": texts(64)}, args, turbo, "sft", trainer_kwargs=kwargs, gradients=False)
+
+
+def test_files_resume_and_merged_export(tiny, tmp_path):
+    """At ep 2, and in one process: saved adapter and merged model load in plain PEFT over the dequantised base; what
+    ep 2 saved goes on at ep 2 x efsdp 2; what plain PEFT wrote loads there and is saved bit equal."""
+    path = tiny(**SIZES)
+    plain, source = save_dequantised(path, str(tmp_path / "plain"), nested=True), str(tmp_path / "source")
+    plain_adapter(path, source)
+    two, alone = str(tmp_path / "two"), str(tmp_path / "alone")
+    found = {
+        two: run_ranks(train_and_save, 2, saved_run(path, two, {"ep_size": 2}, 4), two, timeout=100)[0],
+        alone: run_plain(train_and_save, saved_run(path, alone, {}, 8), alone, timeout=100),
+    }
+    for folder, mine in found.items():
+        file = adapter_tensors(f"{folder}/adapter")
+        assert len(file) == 16
+        for name, tensor in file.items():
+            assert torch.equal(tensor, mine["adapters"][name.replace(".weight", ".default.weight")]), name
+        assert distance(mine["logits"], plain_logits(plain, f"{folder}/adapter")) < TOLERANCE
+        assert distance(mine["logits"], plain_logits(f"{folder}/merged", None)) < TOLERANCE
+        assert distance(mine["logits"], plain_logits(path, f"{folder}/adapter")) > 1e-3, "the base is not quantised"
+    checkpoint = os.path.join(two, "checkpoint-2")
+    stored = FileSystemReader(f"{checkpoint}/dcp").read_metadata().state_dict_metadata
+    assert len(stored) == 4 * 16  # a step and two moments beside each
+    assert all("lora_" in name for name in stored), "a checkpoint holds base weights"
+    again = saved_run(path, str(tmp_path / "again"), {"ep_size": 2}, 2)
+    saved = str(tmp_path / "saved")
+    four = run_ranks(resume_and_take, 4, again, checkpoint, source, saved, timeout=100)[0]
+    worst = max(distance(four["adapters"][name], tensor) for name, tensor in found[two]["adapters"].items())
+    print(f"ep2 -> ep2 x efsdp2: {worst:.1e}")
+    assert worst < 1e-4
+    before, after = adapter_tensors(source), adapter_tensors(saved)
+    assert set(after) == set(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert distance(four["logits"], plain_logits(plain, source)) < TOLERANCE

@@ -8,9 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.adapter_runs import as_peft
+from tests.support.adapter_runs import as_peft, in_peft_layout, logits_of
 from tests.support.records import Record, Run
-from tests.support.reference_run import merge_batches, run_references, run_turbo_all
+from tests.support.reference_run import (
+    build_trainer,
+    forget_accelerate,
+    merge_batches,
+    run_references,
+    run_turbo_all,
+    whole_parameters,
+)
 
 SIZES = {"kind": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
 """Rows of whole blocks of 64."""
@@ -109,3 +116,29 @@ def held(trainer: Any) -> dict[str, int]:
     for dtype, size in storages.values():
         found[dtype] = found.get(dtype, 0) + size
     return found
+
+
+def train_and_save(run: Run, folder: str) -> dict[str, Any]:
+    """Rank function: train, save the adapter and the merged model; adapters, logits, and what a checkpoint holds."""
+    forget_accelerate()
+    trainer = build_trainer(run, turbo=True)
+    trainer.train()
+    trainer.save_model(f"{folder}/adapter")
+    trainer.save_merged_model(f"{folder}/merged")
+    return {"adapters": _adapters(trainer.model), "logits": logits_of(trainer.model)}
+
+
+def resume_and_take(run: Run, checkpoint: str, source: str, folder: str) -> dict[str, Any]:
+    """Rank function: go on from a checkpoint; then take an adapter written by plain PEFT, and save it again."""
+    forget_accelerate()
+    trainer = build_trainer(run, turbo=True)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    adapters = _adapters(trainer.model)
+    trainer.load_adapter(source)
+    trainer.save_model(folder)
+    return {"adapters": adapters, "logits": logits_of(trainer.model)}
+
+
+def _adapters(model: Any) -> dict[str, Tensor]:
+    weights = in_peft_layout(whole_parameters(model))
+    return {name: tensor for name, tensor in weights.items() if "lora_" in name}
