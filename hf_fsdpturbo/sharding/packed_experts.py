@@ -17,19 +17,21 @@ from hf_fsdpturbo.sharding.adapted_experts import AdaptedExperts
 
 
 class _Sum(torch.autograd.Function):
-    """``W + sum of s left right`` that is in ``weight`` already; gradients go to the factors ``[L, ., r], [L, r, .]``."""
+    """``W + sum of s left right`` that is in ``weight`` already; gradients go to the factors ``[L, ., r], [L, r, .]``.
+
+    It saves nothing by autograd, whose graph of one call's weights several backwards may use: those of trials.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, scales: list[float], *factors: Tensor) -> Tensor:
-        ctx.scales = scales
-        ctx.save_for_backward(*factors)
+        ctx.scales, ctx.factors = scales, [factor.detach() for factor in factors]
         return weight.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), found = gradients, []
         for number, scale in enumerate(ctx.scales):
-            left, right = ctx.saved_tensors[2 * number : 2 * number + 2]
+            left, right = ctx.factors[2 * number : 2 * number + 2]
             found.append(torch.bmm(gradient, right.transpose(1, 2)).mul_(scale))
             found.append(torch.bmm(left.transpose(1, 2), gradient).mul_(scale))
         return None, None, *found

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.adapter_runs import as_peft, in_peft_layout, logits_of
+from tests.support.adapter_runs import as_peft, batch, in_peft_layout, logits_of, lora
 from tests.support.records import Record, Run
 from tests.support.reference_run import (
     build_trainer,
@@ -142,3 +142,48 @@ def resume_and_take(run: Run, checkpoint: str, source: str, folder: str) -> dict
 def _adapters(model: Any) -> dict[str, Tensor]:
     weights = in_peft_layout(whole_parameters(model))
     return {name: tensor for name, tensor in weights.items() if "lora_" in name}
+
+
+def small_model(device: str = "cpu") -> Any:
+    """A float32 model whose rows are whole blocks."""
+    from tests.support.tiny_models import tiny_model
+
+    return tiny_model(**SIZES).to(device)
+
+
+def adapted(model: nn.Module, packed: bool, dispatcher: str = "fused", **bits: Any) -> Any:
+    """The model with adapters on attention and experts that are not zero, in one process: with our expert block on
+    weights in 4 bits, or stock PEFT on the dequantised ones."""
+    from peft import get_peft_model
+
+    from hf_fsdpturbo.parallelize.build import Adapter
+    from hf_fsdpturbo.parallelize.quantise import route_packed_alone
+    from hf_fsdpturbo.quantised.asked import FourBit
+    from hf_fsdpturbo.quantised.filling import Filling
+
+    if packed:
+        device = next(model.parameters()).device
+        adapter = Adapter(lora(), filling=Filling(FourBit(**bits), device))
+        made = adapter.finish(adapter.alone(model), device)
+        assert len(route_packed_alone(model, dispatcher, None)) == 2
+    else:
+        dequantise_model(model, bits.get("quant_type", "nf4"), bits.get("nested", False))
+        made = get_peft_model(model, lora())
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return made.train()
+
+
+def step(model: Any, between: Any = None) -> dict[str, Tensor]:
+    """Gradients of one step by name, and the loss; ``between`` is called after the forward."""
+    ids = batch()["input_ids"].to(next(model.parameters()).device)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    if between is not None:
+        between()
+    loss.backward()
+    found = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return {"loss": loss.detach().cpu(), **found}
