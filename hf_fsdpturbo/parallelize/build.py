@@ -38,10 +38,10 @@ from hf_fsdpturbo.parallelize.order import (
     prepare_one_process,
     shard_device,
 )
+from hf_fsdpturbo.parallelize.quantise import choose_weights, replace_weights
 from hf_fsdpturbo.parallelize.same_model import check_same_model
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
 from hf_fsdpturbo.parallelize.trainer_family import model_loader
-from hf_fsdpturbo.parallelize.quantise import choose_weights, replace_weights
 from hf_fsdpturbo.quantisation import refuse_quantised
 from hf_fsdpturbo.quantised.asked import FourBit, take
 from hf_fsdpturbo.quantised.filling import Filling, reading

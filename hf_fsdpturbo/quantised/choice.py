@@ -1,4 +1,4 @@
-"""Which weights are quantised: linear layers as plain Transformers with bitsandbytes chooses them, and stacked experts.
+"""Which weights are quantised: linear layers as Transformers with bitsandbytes chooses them, and stacked experts.
 
 Plain leaves experts that are stacked in full, as no linear layer holds them: most of such a model.
 """

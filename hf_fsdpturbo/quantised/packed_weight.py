@@ -6,7 +6,7 @@ E experts, O rows, B blocks of 64 columns. What was ``name [E, O, 64 B]`` (or ``
     name_absmax    uint8 [E, O, B, 4]    the blocks' largest values, float32 by their bytes; sharded alike
 
 With double quantisation the largest values are buffers of one byte each, whole on every rank of the shard axis: an
-eighth of a bit an element beside four bits, and each matrix's are quantised with its own mean, which takes all of them.
+eighth of a bit an element beside four, and each matrix's are quantised with its own mean, which takes all of them.
 
 Rows and whole blocks can be cut anywhere, so EP, EFSDP and outer FSDP2 cut these as they cut the float weight.
 """
@@ -94,7 +94,7 @@ class PackedWeight:
         return shown
 
     def in_full(self, packed: Tensor, local: Tensor | None) -> Tensor:
-        """``local`` (None: nothing, on meta) as this rank's part of the whole weight, which is cut as ``packed`` is."""
+        """``local`` (None: nothing, on meta) as this rank's part of the whole weight, cut as ``packed`` is."""
         own = local_tensor(packed).shape
         if local is None:
             local = torch.empty((*own[:-2], own[-2] * BLOCK), dtype=self.dtype, device="meta")

@@ -9,14 +9,14 @@ if not torch.cuda.is_available():
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-from tests.support.compare import distance
-from tests.support.packed_runs import adapted, dequantised, small_model, step
 from torch import nn
 
 from hf_fsdpturbo.dispatch.recompute import install_routing_tape
 from hf_fsdpturbo.model_spec import find_experts
 from hf_fsdpturbo.quantised.asked import FourBit
 from hf_fsdpturbo.quantised.packed_weight import PackedWeight
+from tests.support.compare import distance
+from tests.support.packed_runs import adapted, dequantised, small_model, step
 
 
 @pytest.mark.parametrize("bits", [FourBit(), FourBit("fp4"), FourBit(nested=True)], ids=str)

@@ -33,8 +33,9 @@ RECOMPUTE = {"gradient_checkpointing": True}
 FUSED = {"ep_dispatcher": "fused"}
 NESTED = {"bnb_4bit_use_double_quant": True}
 ONE_EXPERT = {"num_experts": 2, "top_k": 1, "hidden_size": 128, "moe_intermediate_size": 128}
+ATTENTION = {"target_parameters": None}
 EVERYWHERE = {"target_modules": "all-linear", "modules_to_save": ["k_proj"]}
-# layout -> (ranks, hf_fsdpturbo fields, run -> (trainer, training arguments, LoRA changes, bnb changes, model, fields))
+# layout -> (ranks, our fields, run -> (trainer, training arguments, LoRA changes, bnb changes, model, our fields))
 RUNS: dict[str, tuple[int, dict, dict[str, tuple[str, dict, dict, dict, dict, dict]]]] = {
     "alone": (
         1,
@@ -50,7 +51,7 @@ RUNS: dict[str, tuple[int, dict, dict[str, tuple[str, dict, dict, dict, dict, di
         {
             "eager": ("sft", {**ACCUMULATE, **RECOMPUTE}, EVERYWHERE, NESTED, {}, {"ep_dispatcher": "eager"}),
             "fused": ("sft", {}, {}, {}, {}, FUSED),
-            "domino": ("sft", {}, {"target_parameters": None}, {"bnb_4bit_quant_type": "fp4"}, {}, {"ep_dispatcher": "domino"}),
+            "domino": ("sft", {}, ATTENTION, {"bnb_4bit_quant_type": "fp4"}, {}, {"ep_dispatcher": "domino"}),
             "dpo": ("dpo", RECOMPUTE, {}, {}, {}, FUSED),
         },
     ),
@@ -80,7 +81,7 @@ def outcome(tiny: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) 
             jobs = {}
             for name, (trainer, args, changes, bits, model, more) in runs.items():
                 path = tiny(**{**SIZES, **model})
-                quant_type, nested = bits.get("bnb_4bit_quant_type", "nf4"), bool(bits.get("bnb_4bit_use_double_quant"))
+                quant_type, nested = bits.get("bnb_4bit_quant_type", "nf4"), bits == NESTED
                 kept = ("k_proj",) if "modules_to_save" in changes else ()
                 folder = str(tmp_path_factory.mktemp("plain"))
                 plain = save_dequantised(path, folder, quant_type, nested, kept)

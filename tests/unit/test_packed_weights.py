@@ -15,10 +15,6 @@ pytest.importorskip("bitsandbytes")
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.adapter_runs import lora
-from tests.support.compare import TOLERANCE, distance
-from tests.support.packed_runs import SIZES, adapted, dequantised, four_bits, small_model, step
-
 from hf_fsdpturbo.dispatch.recompute import install_routing_tape
 from hf_fsdpturbo.loading.seam import load_whole
 from hf_fsdpturbo.model_spec import find_experts
@@ -28,6 +24,9 @@ from hf_fsdpturbo.quantised import fleeting
 from hf_fsdpturbo.quantised.asked import FourBit, asked_for, take
 from hf_fsdpturbo.quantised.filling import Filling, reading
 from hf_fsdpturbo.quantised.packed_weight import PackedWeight, packed_weight
+from tests.support.adapter_runs import lora
+from tests.support.compare import TOLERANCE, distance
+from tests.support.packed_runs import SIZES, adapted, dequantised, four_bits, small_model, step
 
 CPU = torch.device("cpu")
 
