@@ -76,9 +76,7 @@ def make_tokenizer(size: int) -> Any:
 
     vocab = {f"t{i}": i for i in range(size - 2)} | {"<unk>": size - 2, "<eos>": size - 1}
     words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>")
 
 
 def make_data(a: argparse.Namespace, config: Any) -> Any:

@@ -246,9 +246,7 @@ def _filling(asked: FourBit | None, config: FSDPTurboArguments) -> Filling | Non
     return Filling(asked, config.device)
 
 
-def _one_process(
-    load: Callable[[], Any], adapter: Adapter, config: FSDPTurboArguments
-) -> tuple[Any, ShardingReport]:
+def _one_process(load: Callable[[], Any], adapter: Adapter, config: FSDPTurboArguments) -> tuple[Any, ShardingReport]:
     """A model with quantised weights, and its adapter, in one process."""
     base = load()
     model = adapter.finish(base, config.device)

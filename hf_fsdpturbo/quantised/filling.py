@@ -1,7 +1,7 @@
 """A model's frozen weights go to 4 bits as they are read: in memory is one of them in full beside what is packed.
 
-    built on meta -> choose -> adapters are added -> replace (bytes on meta) -> sharded as any weight
-                  -> read: the loader sees each weight in full; what it sets is quantised and let go
+built on meta -> choose -> adapters are added -> replace (bytes on meta) -> sharded as any weight
+              -> read: the loader sees each weight in full; what it sets is quantised and let go
 """
 
 from __future__ import annotations

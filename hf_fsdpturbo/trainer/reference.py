@@ -57,7 +57,12 @@ def add_reference(
     if isinstance(reference, str):
         as_policy, own = _as_policy(policy), given.get("ref_model") is not None
         reference, _ = build_model(
-            trainer_class, reference, config, state, defaults=as_policy, use_dcp_path=not own,
+            trainer_class,
+            reference,
+            config,
+            state,
+            defaults=as_policy,
+            use_dcp_path=not own,
             quantization_config=given.get("quantization_config"),
         )
     elif isinstance(reference, nn.Module):

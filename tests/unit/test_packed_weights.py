@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 def test_the_values_are_those_of_bitsandbytes(bits, shape, dtype):
     """Bit for bit, each matrix of a stack by itself; rounded to the stored dtype on the way to a wider one."""
     module = nn.Module()
-    weight = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.arange(1, shape[-2] + 1)[:, None])
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.arange(1, shape[-2] + 1)[:, None]
     weight = weight.to(dtype)
     module.weight = nn.Parameter(weight.clone(), requires_grad=False)
     packed = PackedWeight(module, "weight", bits, CPU)
