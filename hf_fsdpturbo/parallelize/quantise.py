@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,10 +13,36 @@ from hf_fsdpturbo.expert_stacks import called_by, stack_names
 from hf_fsdpturbo.lora.adapter import trained_copies
 from hf_fsdpturbo.model_spec import find_experts
 from hf_fsdpturbo.parallelize.routed_experts import RoutedForward
+from hf_fsdpturbo.quantised.asked import FourBit
 from hf_fsdpturbo.quantised.choice import choose
 from hf_fsdpturbo.quantised.filling import Filling
 from hf_fsdpturbo.sharding.expert_lora import base_module
 from hf_fsdpturbo.sharding.packed_experts import PackedExperts, has_packed_experts
+
+if TYPE_CHECKING:
+    from hf_fsdpturbo.arguments import FSDPTurboArguments
+
+
+def filling_of(asked: FourBit | None, config: FSDPTurboArguments) -> Filling | None:
+    """The quantised weights that a load will have.
+
+    Raises:
+        ValueError: settings that whole or float weights come by.
+    """
+    if asked is None:
+        return None
+    params = config.fsdpturbo_params
+    for field, value, fix in (
+        ("init_config", config.init_params.name, "init_on_meta"),
+        ("dcp_path", params.dcp_path, None),
+        ("offload_params", params.offload_params, False),
+        ("ep_backend", params.ep_backend, "torch"),
+    ):
+        if value != fix:
+            raise ValueError(
+                f"{field} is {value!r}, which does not take weights in 4 bits (load_in_4bit). Set it to {fix!r}."
+            )
+    return Filling(asked, config.device)
 
 
 def choose_weights(model: Any, filling: Filling) -> None:

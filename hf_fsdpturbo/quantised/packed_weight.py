@@ -23,11 +23,11 @@ from hf_fsdpturbo.quantised.asked import FourBit
 from hf_fsdpturbo.quantised.four_bit import BLOCK, nest, pack, unnest, unpack_
 from hf_fsdpturbo.shards import like, local_box, local_tensor, whole_tensor
 
-LARGEST = "_absmax"
-"""End of the name of the second parameter, and of the buffers that stand for it."""
+LARGEST = "absmax"
+"""Ends the name of the second parameter, and is in those of the buffers that stand for it."""
 WIDEST = 0.18
 """Of a block's largest value: a little more than half of the widest step between two of the 16 values."""
-_BUFFERS = tuple(f"{LARGEST}_{part}" for part in ("bytes", "scale", "mean"))
+_BUFFERS = ("bytes", "scale", "mean")
 
 
 def packed_weight(model: nn.Module, name: str) -> PackedWeight | None:
@@ -41,7 +41,7 @@ def packed_weight(model: nn.Module, name: str) -> PackedWeight | None:
 
 def is_statistic(name: str) -> bool:
     """Whether a parameter belongs to a quantised weight and is no weight itself."""
-    return name.endswith(LARGEST)
+    return name.endswith(f"_{LARGEST}")
 
 
 def packed_weights(module: nn.Module) -> dict[str, PackedWeight]:
@@ -62,6 +62,7 @@ class PackedWeight:
         weight = module._parameters[name]
         assert weight is not None
         self.module, self.name, self.asked, self.quantised_on = module, name, asked, device
+        self.largest_name = f"{name}_{LARGEST}"
         self.shape, self.dtype = tuple(weight.shape), weight.dtype
         self._waiting: Tensor | None = None  # largest values that are to be nested, until `settle`
         self._statistic: nn.Parameter | None = None  # while it is hidden
@@ -80,13 +81,13 @@ class PackedWeight:
         if self.asked.nested:
             self._waiting = largest
         else:
-            self.module._parameters[self.name + LARGEST] = _frozen(_as_bytes(largest))
+            self.module._parameters[self.largest_name] = _frozen(_as_bytes(largest))
 
     # -- while weights are read ----------------------------------------------------------------------------------
 
     def hide(self) -> nn.Parameter:
         """Until values come, show the loader a weight in full, on meta, sharded as the bytes are; returns it."""
-        self._statistic = self.module._parameters.pop(self.name + LARGEST, None)
+        self._statistic = self.module._parameters.pop(self.largest_name, None)
         self._packed = self.module._parameters[self.name]
         assert self._packed is not None
         shown = nn.Parameter(self.in_full(self._packed, None), requires_grad=False)
@@ -123,8 +124,9 @@ class PackedWeight:
             self._statistic = _frozen(like(self._statistic, _as_bytes(largest)))
 
     def settle(self) -> None:
-        """After values came to all ranks: the second parameter is back, or the largest values are nested. Collective
-        with double quantisation.
+        """After values came to all ranks: the second parameter is back, or the largest values are nested.
+
+        Collective with double quantisation.
 
         Raises:
             ValueError: no values came.
@@ -134,12 +136,12 @@ class PackedWeight:
         if packed.is_meta or packed.dtype != torch.uint8:
             raise ValueError(f"{self.name}: no values were loaded for it, so it cannot be quantised.")
         if self._statistic is not None:
-            self.module._parameters[self.name + LARGEST], self._statistic = self._statistic, None
+            self.module._parameters[self.largest_name], self._statistic = self._statistic, None
         if self._waiting is not None:
             largest, self._waiting = _own_experts(packed, self._waiting, len(self.shape) == 3), None
             matrices = len(largest) if largest.ndim == 3 else 1
             for part, value in zip(_BUFFERS, nest(largest.reshape(matrices, -1)), strict=True):
-                self.module.register_buffer(self.name + part, value, persistent=False)
+                self.module.register_buffer(f"{self.largest_name}_{part}", value, persistent=False)
 
     # -- values ---------------------------------------------------------------------------------------------------
 
@@ -175,12 +177,12 @@ class PackedWeight:
 
     def _largest(self, packed: Tensor) -> Tensor:
         """``[..., B]`` float32 for the blocks of ``packed``."""
-        statistic = self.module._parameters.get(self.name + LARGEST, self._statistic)
+        statistic = self.module._parameters.get(self.largest_name, self._statistic)
         if statistic is not None:
             return local_tensor(statistic).view(torch.float32).squeeze(-1)
         if self._waiting is not None:
             return self._waiting
-        stored, scale, mean = (self.module._buffers[self.name + part] for part in _BUFFERS)
+        stored, scale, mean = (self.module._buffers[f"{self.largest_name}_{part}"] for part in _BUFFERS)
         assert stored is not None
         assert scale is not None
         assert mean is not None
@@ -196,8 +198,10 @@ class PackedWeight:
         return largest[tuple(slice(o, o + size) for o, size in zip(start, box.shape[:-1], strict=True))]
 
     def is_near(self, expected: Tensor, index: tuple[slice, ...]) -> bool:
-        """Whether each of the values at ``index`` (of this rank's part) is the nearest that 4 bits have to one of
-        ``expected`` (on the CPU), a part of a weight in full: another row's, or another expert's, would not be."""
+        """Whether values at ``index`` of this rank's part are as near to ``expected`` (on the CPU) as 4 bits can be.
+
+        Those of another row, or of another expert, would not be.
+        """
         rows, columns = index[:-1], index[-1]
         packed = local_tensor(self._parameter())
         largest, packed = self._largest(packed)[rows], packed[rows]
@@ -209,8 +213,8 @@ class PackedWeight:
 
     def bytes_held(self) -> int:
         """Bytes of this rank's part, quantised."""
-        parts = [self._parameter(), self.module._parameters.get(self.name + LARGEST)]
-        parts += [self.module._buffers.get(self.name + part) for part in _BUFFERS]
+        parts = [self._parameter(), self.module._parameters.get(self.largest_name)]
+        parts += [self.module._buffers.get(f"{self.largest_name}_{part}") for part in _BUFFERS]
         local = [local_tensor(part.detach()) for part in parts if part is not None]
         return sum(part.numel() * part.element_size() for part in local)
 

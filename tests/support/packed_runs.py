@@ -156,7 +156,7 @@ def adapted(model: nn.Module, packed: bool, dispatcher: str = "fused", **bits: A
     weights in 4 bits, or stock PEFT on the dequantised ones."""
     from peft import get_peft_model
 
-    from hf_fsdpturbo.parallelize.build import Adapter
+    from hf_fsdpturbo.parallelize.adapter_of_load import Adapter
     from hf_fsdpturbo.parallelize.quantise import route_packed_alone
     from hf_fsdpturbo.quantised.asked import FourBit
     from hf_fsdpturbo.quantised.filling import Filling

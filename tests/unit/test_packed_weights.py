@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from hf_fsdpturbo.dispatch.recompute import install_routing_tape
 from hf_fsdpturbo.loading.seam import load_whole
 from hf_fsdpturbo.model_spec import find_experts
-from hf_fsdpturbo.parallelize.build import Adapter
+from hf_fsdpturbo.parallelize.adapter_of_load import Adapter
 from hf_fsdpturbo.parallelize.quantise import choose_weights
 from hf_fsdpturbo.quantised import fleeting
 from hf_fsdpturbo.quantised.asked import FourBit, asked_for, take
