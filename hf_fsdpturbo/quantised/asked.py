@@ -72,7 +72,7 @@ def asked_for(values: Mapping[str, Any], where: str = "") -> FourBit | None:
 
 
 def take(values: dict[str, Any], given: Any = None) -> FourBit | None:
-    """As :func:`asked_for` of ``from_pretrained`` keywords, which lose those settings.
+    """As :func:`asked_for` of ``from_pretrained`` keywords, which lose those settings where 4 bits are asked for.
 
     Args:
         values: the keywords.
@@ -81,12 +81,18 @@ def take(values: dict[str, Any], given: Any = None) -> FourBit | None:
     Raises:
         ValueError: also where both name one.
     """
-    taken = {name: values.pop(name) for name in (*SETTINGS, *_BNB) if name in values}
-    if given is not None and taken.get("quantization_config") is not None:
+    settings = {name: values[name] for name in (*SETTINGS, *_BNB) if name in values}
+    if given is not None and settings.get("quantization_config") is not None:
         raise ValueError(
             "quantization_config is a trainer argument and in model_init_kwargs. Set it in one place, the first."
         )
-    return asked_for({**taken, "quantization_config": given} if given is not None else taken, "model_init_kwargs: ")
+    if given is not None:
+        settings["quantization_config"] = given
+    found = asked_for(settings, "model_init_kwargs: ")
+    if found is not None:
+        for name in settings.keys() & values.keys():
+            del values[name]
+    return found
 
 
 _BNB = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")

@@ -21,7 +21,7 @@ from tests.support.reference_run import (
 
 SIZES = {"kind": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
 """Rows of whole blocks of 64."""
-IN_FULL = ("embed_tokens", "lm_head", "gate.weight", "norm")
+IN_FULL = ("embed_tokens", "lm_head", "gate.weight", "router", "norm", "_bias")
 
 
 def four_bits(**changes: Any) -> Any:
