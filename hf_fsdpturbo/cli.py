@@ -28,6 +28,7 @@ COMMANDS = {
     "configs": Command("hf_fsdpturbo.commands.configs", (), "the shipped launch files: list, print, copy"),
     "doctor": Command("hf_fsdpturbo.commands.doctor_door", (), "is this machine ready?"),
     "export": Command("hf_fsdpturbo.commands.export_door", (), "write a checkpoint in Hugging Face format"),
+    "merge": Command("hf_fsdpturbo.commands.merge_door", (), "merge a LoRA adapter into its base, without a GPU"),
 }
 PROG = "hf-fsdpturbo"
 

@@ -1,4 +1,4 @@
-"""The wheel alone, in an empty folder: `hf-fsdpturbo sft` trains on two ranks, and what it wrote exports."""
+"""The wheel alone, in an empty folder: `sft` trains on two ranks, what it wrote exports, an adapter merges."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.adapter_runs import plain_adapter
 from tests.support.tiny_models import save_tiny, texts
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,7 @@ def test_the_wheel_holds_launch_files_recipes_and_pages(site: Path):
         assert {path.name for path in (site / "hf_fsdpturbo" / "shipped" / folder).glob(pattern)} == there
 
 
-def test_sft_and_export_in_an_empty_folder(site: Path, tmp_path: Path):
+def test_sft_export_and_merge_in_an_empty_folder(site: Path, tmp_path: Path):
     model, rows, empty = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "empty"
     save_tiny("qwen3_moe", model)
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(8)))
@@ -77,5 +78,8 @@ def test_sft_and_export_in_an_empty_folder(site: Path, tmp_path: Path):
     assert len(re.findall(r"'loss': '[\d.]+'", output)) == 2
 
     assert "1 weight file(s)" in run(empty, command, "export", "out/checkpoint-2", "hub", path=site)
-    assert {path.name for path in empty.iterdir()} == {"out", "hub"}
-    assert (empty / "hub" / "model.safetensors").stat().st_size > 10_000
+    plain_adapter(str(model), str(tmp_path / "adapter"))
+    assert "1 weight file(s)" in run(empty, command, "merge", str(tmp_path / "adapter"), "--out", "merged", path=site)
+    assert {path.name for path in empty.iterdir()} == {"out", "hub", "merged"}
+    for name in ("hub", "merged"):
+        assert (empty / name / "model.safetensors").stat().st_size > 10_000

@@ -78,7 +78,11 @@ WRONG = {
     "argument --out": ["configs", "cpu_ep2", "--out", str(ROOT / "setup.cfg")],
     "--timeout": ["doctor", "--timeout", "soon"],
     "CHECKPOINT nowhere is no directory": ["export", "nowhere", "out"],
+    "--base is for --merge": ["export", str(ROOT), "new", "--base", "x"],
+    "--merge: ": ["export", str(ROOT), "new", "--merge"],
     "OUT ": ["export", str(ROOT), str(ROOT)],
+    "ADAPTER 'nowhere' is neither": ["merge", "nowhere", "--out", "new"],
+    "--out": ["merge", "nowhere"],
     "--max-file-size": ["export", "a", "b", "--max-file-size", "big"],
 }
 
@@ -123,7 +127,7 @@ def test_names_paths_and_yaml_are_checked_without_heavy_imports(tmp_path):
 import sys
 from hf_fsdpturbo import cli
 for words in (["sft", *{words}, "--config", "r.yaml"], ["dpo", "--accelerate_config", "a.yaml"], ["configs", "x"],
-              ["reward", *{CPU}], ["export", "x", "y"], ["doctor", "--timeout", "0"]):
+              ["reward", *{CPU}], ["export", "x", "y"], ["merge", "x", "--out", "y"], ["doctor", "--timeout", "0"]):
     try:
         cli.main(words)
     except SystemExit as status:
@@ -135,7 +139,7 @@ print(sorted({{"torch", "transformers", "accelerate", "trl"}} & set(sys.modules)
         env={"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.stdout == "[]\n", done.stdout + done.stderr
-    assert done.stderr.count("\n") == 6
+    assert done.stderr.count("\n") == 7
 
 
 ACCELERATE = {
