@@ -185,6 +185,7 @@ class FSDPTurboTrainerMixin:
         finally:
             gc.unfreeze()
             self._saving.end(ended)
+        self._set_up.peak.say_measured()
         return result
 
     def compute_loss(
