@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -140,6 +141,45 @@ print(sorted({{"torch", "transformers", "accelerate", "trl"}} & set(sys.modules)
     )  # fmt: skip
     assert done.stdout == "[]\n", done.stdout + done.stderr
     assert done.stderr.count("\n") == 7
+
+
+RECIPE = "qwen3-30b-a3b/sft_8x80"
+
+
+def test_a_shipped_recipe_by_name(unparsed, capsys):
+    """Its path, and eight processes a machine, reach accelerate; wrong kinds and machines are named."""
+    path = str(shipped.model_recipes()[RECIPE])
+    for words in (["--config", RECIPE], [f"--config={RECIPE}"]):
+        found = launch(*words, *DATA)
+        assert path in found[-3:] or f"--config={path}" in found
+        assert found[found.index("--num_processes") + 1] == "8"
+    two = launch("--config", "qwen3-30b-a3b/sft_16x80", *DATA, "--nnodes", "2", "--node_rank", "1", *HEAD)
+    assert two[two.index("--num_processes") + 1] == "16"
+    assert launch("--config", RECIPE, *CPU, *DATA)[1].endswith("cpu_ep2.yaml")  # the launch file says how many
+    assert "is a recipe of sft" in refused(capsys, ["dpo", "--config", RECIPE, *DATA])
+    assert "--nnodes: the recipe is for 16 devices" in refused(capsys, ["sft", "--config", "qwen3-30b-a3b/sft_16x80", *DATA])
+    assert "shipped recipe 'qwen3/sft'" in refused(capsys, ["sft", "--config", "qwen3/sft", *DATA])
+    assert cli.main(["configs", RECIPE]) == 0
+    assert "planned" in capsys.readouterr().out
+    assert cli.main(["configs"]) == 0
+    assert "qwen3-30b-a3b/  dpo_16x141" in capsys.readouterr().out
+
+
+def test_shipped_recipes_parse_strictly():
+    """Every one by the parser that the ranks use; its ``dist_config`` too; a key nobody knows is an error."""
+    from hf_fsdpturbo.arguments.params import FSDPTurboParams
+
+    recipes = shipped.model_recipes()
+    assert len(recipes) == 81
+    parsers = {name: recipe_words.recipe_parser(name) for name in ("sft", "dpo")}
+    for name, path in recipes.items():
+        recipe = recipe_words.read_recipe(["--config", str(path)])
+        parser = parsers["dpo" if path.stem.startswith("dpo") else "sft"]
+        arguments = set(vars(argparse.ArgumentParser.parse_known_args(parser, ["--output_dir", "x"])[0]))
+        assert set(recipe) <= arguments, name
+        FSDPTurboParams(**recipe["dist_config"])
+    with pytest.raises(ValueError, match="ep_sise"):
+        recipe_words.check_by_parser("sft", [], {**recipe, "ep_sise": 2})
 
 
 ACCELERATE = {

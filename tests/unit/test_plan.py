@@ -13,7 +13,7 @@ from benchmarks import dispatch_bytes
 from benchmarks.export_planning import MODELS
 from benchmarks.simulated_ranks import fake_world
 from benchmarks.train_throughput import model_config
-from hf_fsdpturbo import cli, enable_fused_experts
+from hf_fsdpturbo import cli, enable_fused_experts, shipped
 from hf_fsdpturbo.arguments import unsupported
 from hf_fsdpturbo.arguments.params import FSDPTurboParams
 from hf_fsdpturbo.dispatch.packed_rows import PackedLayout
@@ -27,8 +27,12 @@ from hf_fsdpturbo.plan.peak import gathered, highest, moments
 from hf_fsdpturbo.plan.planned_run import PlannedRun
 from hf_fsdpturbo.plan.printed import yaml_of
 from hf_fsdpturbo.plan.released import released_names
-from hf_fsdpturbo.plan.shape import shape_of, shape_of_config
+from hf_fsdpturbo.plan.search import fits
+from hf_fsdpturbo.plan.shape import check_fits, shape_of, shape_of_config
 from hf_fsdpturbo.topology import Topology
+from tests.models_recipes.planned import devices_and_memory
+from tests.models_recipes.planned import run_of as recipe_run
+from tests.models_recipes.table import HEADROOM
 from tests.support.tiny_models import tiny_config
 
 # Peaks of benchmarks/README.md, Qwen3-30B-A3B's shape, sequence 4096, Liger's norms: GiB, layers, world, and the run.
@@ -204,6 +208,23 @@ def test_shipped_names(name: str):
     assert shape.numel / 1e9 == pytest.approx(BILLIONS[name], abs=0.06)
     run = PlannedRun(Topology.resolve(16, ep_size=8), task="dpo")
     assert all(size >= 0 for moment in moments(shape, run) for size in moment.kinds.values())
+    check_recipes(name, shape)
+
+
+def check_recipes(name: str, shape: Any) -> None:
+    """Each ready recipe of the model fits as its own settings say, with the figure in its first line."""
+    found = [recipe for recipe in shipped.model_recipes() if recipe.startswith(f"{name}/")]
+    assert found
+    is_plain = all(experts.is_plain for unit in shape.layers for experts in unit.experts)
+    for run, recipe in sorted(((recipe_run(each, is_plain), each) for each in found), key=lambda pair: pair[0].storage):
+        devices, memory = devices_and_memory(recipe)
+        shape = shape if shape.storage == run.storage else shape_of(name, run.storage)
+        check_fits(shape, run)
+        peak = highest(shape, run)
+        assert fits(peak, HEADROOM * memory), recipe
+        first = shipped.model_recipes()[recipe].read_text(encoding="utf-8").splitlines()[0]
+        assert f"planned {peak.gib():.1f} GiB a rank" in first
+        assert f"on {devices} devices of {memory} GiB" in first
 
 
 def test_what_takes_memory_takes_more():
