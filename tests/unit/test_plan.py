@@ -216,7 +216,8 @@ def check_recipes(name: str, shape: Any) -> None:
     found = [recipe for recipe in shipped.model_recipes() if recipe.startswith(f"{name}/")]
     assert found
     is_plain = all(experts.is_plain for unit in shape.layers for experts in unit.experts)
-    for run, recipe in sorted(((recipe_run(each, is_plain), each) for each in found), key=lambda pair: pair[0].storage):
+    runs = [(recipe_run(recipe, is_plain), recipe) for recipe in found]
+    for run, recipe in sorted(runs, key=lambda pair: pair[0].storage):
         devices, memory = devices_and_memory(recipe)
         shape = shape if shape.storage == run.storage else shape_of(name, run.storage)
         check_fits(shape, run)

@@ -53,8 +53,9 @@ def test_groups_are_those_of_the_meshes():
 
 def arguments(**changed: Any) -> Any:
     fields = {
-        "optim": "adamw_torch_fused", "bf16": True, "device": torch.device("cuda"), "max_length": 4096, "recompute": "full",
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "gradient_checkpointing": True,
+        "optim": "adamw_torch_fused", "bf16": True, "device": torch.device("cuda"), "max_length": 4096,
+        "recompute": "full", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": True,
         "fsdpturbo_params": SimpleNamespace(offload_params=False),
     }  # fmt: skip
     return SimpleNamespace(**{**fields, **changed})
