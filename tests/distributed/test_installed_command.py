@@ -56,10 +56,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_launch_files_recipes_and_pages(site: Path):
-    for folder, pattern in (("accelerate_configs", "*.yaml"), ("recipes", "*.*"), ("docs", "*.*")):
-        there = {path.name for path in (ROOT / folder).glob(pattern)}
-        assert there
-        assert {path.name for path in (site / "hf_fsdpturbo" / "shipped" / folder).glob(pattern)} == there
+    models = ("recipes", "models/*/*.yaml")
+    for folder, pattern in (("accelerate_configs", "*.yaml"), ("recipes", "*.*"), models, ("docs", "*.*")):
+        there, found = ROOT / folder, site / "hf_fsdpturbo" / "shipped" / folder
+        expected = {path.relative_to(there) for path in there.glob(pattern)}
+        assert expected
+        assert {path.relative_to(found) for path in found.glob(pattern)} == expected
 
 
 def test_sft_export_and_merge_in_an_empty_folder(site: Path, tmp_path: Path):
