@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from hf_fsdpturbo.bounded import parse_yaml, read_text
 from hf_fsdpturbo.commands.data_file import FORMATS
+from hf_fsdpturbo.commands.known_names import unknown_names
 from hf_fsdpturbo.launch_config import YAML_PREFIX
 from hf_fsdpturbo.shipped import model_recipes
 
@@ -88,6 +89,10 @@ def check_by_parser(name: str, words: Sequence[str], recipe: dict[str, Any]) -> 
     Raises:
         ValueError: an argument that nobody knows, or a value of the wrong type.
     """
+    written = [word[2:].partition("=")[0] for word in words if word.startswith("--") and len(word) > 2]
+    keys = [str(key) for key in recipe if key != "env"]
+    for names, where in ((keys, "the YAML of --config"), (written, "the command line")):
+        _refuse_unknown([f"--{unknown}" for unknown in unknown_names(name, names)], where)
     parser = recipe_parser(name)
     parser.error = _raise  # type: ignore[method-assign]
     given = {key: value for key, value in recipe.items() if key != "env"}

@@ -19,7 +19,9 @@ def drawn(sizes: Topology, num_experts: int) -> list[str]:
     """
     shape = sizes.expert_shape
     parts, shards = sizes.expert_shard_size, sizes.mp_shard_size
-    rows = [("experts", "none: a dense model", [])] if not num_experts else []
+    rows: list[tuple[str, str, list[list[int]]]] = []
+    if not num_experts:
+        rows.append(("experts", "none: a dense model", []))
     if num_experts:
         own = num_experts // sizes.ep_size
         where = f"{own} of {num_experts} on a rank" if sizes.ep_size > 1 else f"all {num_experts} on a rank"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hf_fsdpturbo import __version__, cli, shipped
-from hf_fsdpturbo.commands import launched, recipe_words
+from hf_fsdpturbo.commands import known_names, launched, recipe_words
 from hf_fsdpturbo.commands.launch_options import make_parser
 from hf_fsdpturbo.launch_config.slurm import first_host, slurm_step
 
@@ -129,7 +129,8 @@ def test_names_paths_and_yaml_are_checked_without_heavy_imports(tmp_path):
 import sys
 from hf_fsdpturbo import cli
 for words in (["sft", *{words}, "--config", "r.yaml"], ["dpo", "--accelerate_config", "a.yaml"], ["configs", "x"],
-              ["reward", *{CPU}], ["export", "x", "y"], ["merge", "x", "--out", "y"], ["doctor", "--timeout", "0"]):
+              ["reward", *{CPU}], ["export", "x", "y"], ["merge", "x", "--out", "y"],
+              ["sft", *{words}, "--learning_rte", "3"], ["doctor", "--timeout", "0"]):
     try:
         cli.main(words)
     except SystemExit as status:
@@ -141,7 +142,7 @@ print(sorted({{"torch", "transformers", "accelerate", "trl"}} & set(sys.modules)
         env={"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.stdout == "[]\n", done.stdout + done.stderr
-    assert done.stderr.count("\n") == 7
+    assert done.stderr.count("\n") == 8
 
 
 RECIPE = "qwen3-30b-a3b/sft_8x80"
@@ -189,6 +190,21 @@ def test_shipped_recipes_parse_strictly():
         assert argparse.ArgumentParser.parse_known_args(parser, words)[1] == [], name
     with pytest.raises(ValueError, match="ep_sise"):
         recipe_words.check_by_parser("sft", [], {**recipe, "ep_sise": 2})
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+def test_names_read_from_sources_are_those_of_the_parser(name):
+    """Neither more nor fewer; a release that moves a class is seen here, and then refuses nothing early."""
+    options = {word for action in recipe_words.recipe_parser(name)._actions for word in action.option_strings}
+    taken = {option[2:].replace("-", "_").removeprefix("no_") for option in options if option.startswith("--")}
+    assert known_names.field_names(name) == taken | {"config"}  # TRL's parser takes that one out itself
+
+
+def test_sources_that_are_not_understood_refuse_nothing(monkeypatch):
+    assert known_names.unknown_names("sft", ["ep_siez", "no-bf16", "ep-size"]) == ["ep_siez"]
+    for broken in ({"trl": ("elsewhere.py",)}, {"no_such_package": ("a.py",)}, {"trl": ("trainer/sft_config.py",)}):
+        monkeypatch.setattr(known_names, "_SOURCES", broken)
+        assert known_names.unknown_names("sft", ["ep_siez"]) == []
 
 
 ACCELERATE = {
