@@ -1,4 +1,4 @@
-"""A ready recipe trains two steps at its layout, its model shrunk; `python -m tests.models_recipes` runs the others."""
+"""A ready recipe trains two steps at its layout, its model shrunk; `python -m tests.models_recipes` runs all."""
 
 from __future__ import annotations
 

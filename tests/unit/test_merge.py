@@ -16,8 +16,9 @@ pytest.importorskip("peft")
 
 from hf_fsdpturbo import cli
 from hf_fsdpturbo.merge import merged_rows
+from tests.families.tiny import tiny_config
 from tests.support.adapter_runs import EXPERTS
-from tests.support.tiny_models import VOCAB_SIZE, save_tiny
+from tests.support.tiny_models import VOCAB_SIZE, save_tiny, tiny_tokenizer
 
 ATTENTION = ["q_proj", "v_proj"]
 HEADS = ["embed_tokens", "lm_head"]
@@ -139,6 +140,58 @@ def test_the_expert_is_the_fastest_index_of_lora_b(tmp_path: Path, monkeypatch: 
     assert merge(tmp_path / "adapter", "--out", tmp_path / "out") == 0
     before = tensors_of(tmp_path / "base")
     assert len(differing(tensors_of(tmp_path / "out"), expected, before)) == 12
+
+
+def test_an_adapter_of_the_text_model_merges_into_the_whole_release(tmp_path: Path):
+    """Trained with the text class on a vision-language release: the tower and the release's names stay."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    config = tiny_config(transformers.CONFIG_MAPPING["qwen3_5_moe"], "qwen3_5_moe")
+    transformers.Qwen3_5MoeForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert type(text).__name__ == "Qwen3_5MoeForCausalLM"
+    adapted: Any = get_peft_model(text, LoraConfig(r=4, target_modules=["in_proj_qkv"], target_parameters=EXPERTS))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert merge(tmp_path / "adapter", "--out", tmp_path / "out") == 0
+    found, expected = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "merged")
+    before = tensors_of(tmp_path / "base")
+    assert found.keys() == before.keys()
+    tower = {name for name in found if ".visual." in name}
+    assert expected.keys() == found.keys() - tower
+    assert all(torch.equal(found[name], (before if name in tower else expected)[name]) for name in found)
+
+
+def test_hub_ids_are_those_of_the_cache(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Snapshots are links into ``blobs``; both the adapter and the base that it names are found there."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
+    own = json.loads((pair / "adapter" / "adapter_config.json").read_text())
+    for name in ("adapter", "base"):
+        repository = tmp_path / f"models--some--{name}"
+        snapshot, blobs = repository / "snapshots" / "1234", repository / "blobs"
+        for folder in (snapshot, blobs, repository / "refs"):
+            folder.mkdir(parents=True)
+        (repository / "refs" / "main").write_text("1234")
+        for file in (pair / name).iterdir():
+            if file.is_file():
+                blob = blobs / f"blob-{file.name}"
+                blob.write_bytes(file.read_bytes())
+                if file.name == "adapter_config.json":
+                    blob.write_text(json.dumps({**own, "base_model_name_or_path": "some/base"}))
+                (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    assert merge("some/adapter", "--out", tmp_path / "out") == 0
+    assert merge(pair / "adapter", "--out", tmp_path / "plain") == 0
+    assert differing(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "plain"), None) == []
+    (tmp_path / "models--some--base" / "snapshots" / "1234" / "config.json").unlink()
+    (tmp_path / "models--some--base" / "snapshots" / "1234" / "config.json").symlink_to("/etc/hostname")
+    with pytest.raises(SystemExit):
+        merge("some/adapter", "--out", tmp_path / "other")
 
 
 @pytest.fixture(scope="module")
