@@ -76,6 +76,9 @@ def test_sft_export_and_merge_in_an_empty_folder(site: Path, tmp_path: Path):
 
     output = run(empty, command, "sft", "--accelerate_config", "cpu_ep2", *words, path=site)
     assert "world_size=2, dp_size=2, cp_size=1, ep_size=2" in output
+    assert "Qwen3MoeForCausalLM: " in output
+    assert "this rank holds 0.00 GiB of weights (float32), then 0.00 of gradients, 0.00 of adamw_torch" in output
+    assert "  experts   4 of 8 on a rank (ep 2)  0-1" in output
     assert str(site / "hf_fsdpturbo" / "shipped" / "accelerate_configs" / "cpu_ep2.yaml") in output
     assert len(re.findall(r"'loss': '[\d.]+'", output)) == 2
 
