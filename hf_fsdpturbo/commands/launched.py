@@ -61,7 +61,7 @@ def launch_command(name: str, options: argparse.Namespace, words: list[str]) -> 
     step = None if options.nnodes else slurm_step()
     words, devices = with_shipped_recipe(name, words)
     if devices is not None and file is None:
-        take_devices(options, devices, step)
+        options = with_devices(options, devices, step)
     launch = accelerate_words(options, file, step)
     recipe = read_recipe(words)
     check_early(words, recipe)
@@ -73,20 +73,20 @@ def launch_command(name: str, options: argparse.Namespace, words: list[str]) -> 
     return [sys.executable, "-m", "accelerate.commands.launch", *launch, "--module", RECIPES[name], *words]
 
 
-def take_devices(options: argparse.Namespace, devices: int, step: SlurmStep | None) -> None:
-    """Processes of a shipped recipe, where the line names none: eight a machine.
+def with_devices(options: argparse.Namespace, devices: int, step: SlurmStep | None) -> argparse.Namespace:
+    """The options with the processes of a shipped recipe, eight a machine, where the line names none.
 
     Raises:
         ValueError: the line names another number of devices, or too few machines.
     """
     nnodes = options.nnodes or (step.nnodes if step else 1)
-    if options.nproc is None:
-        options.nproc = min(NODE, devices)
-    if options.nproc * nnodes != devices:
+    nproc = options.nproc or min(NODE, devices)
+    if nproc * nnodes != devices:
         raise ValueError(
-            f"--nnodes: the recipe is for {devices} devices, but --nproc {options.nproc} on {nnodes} machine(s) are "
-            f"{options.nproc * nnodes}. Give --nnodes and --nproc for {devices}, or copy the recipe and change it."
+            f"--nnodes: the recipe is for {devices} devices, but --nproc {nproc} on {nnodes} machine(s) are "
+            f"{nproc * nnodes}. Give --nnodes and --nproc for {devices}, or copy the recipe and change it."
         )
+    return argparse.Namespace(**{**vars(options), "nproc": nproc})
 
 
 def _checked_file(options: argparse.Namespace) -> LaunchFile | None:
