@@ -43,6 +43,7 @@ PUBLIC = {
     "should_save": "transformers: TrainerControl is there to be set",
     "should_training_stop": "the same",
     "tape": "our own thread-local",
+    "token_of_row": "our own, on experts modules",
     "vocab_size": "transformers: a public field of a config",
 }
 
