@@ -11,6 +11,7 @@ from hf_fsdpturbo.plan.peak import GIB, highest
 from hf_fsdpturbo.plan.planned_run import PlannedRun
 from hf_fsdpturbo.plan.shape import shape_of_config
 from hf_fsdpturbo.ranks import everyone, rank
+from hf_fsdpturbo.telemetry.device_memory import memory_bytes
 from hf_fsdpturbo.topology import Topology
 
 _TASKS = {"SFTTrainer": "sft", "DPOTrainer": "dpo", "RewardTrainer": "reward"}
@@ -59,7 +60,7 @@ class PlannedPeak:
         """After training: the largest of all ranks, beside the prediction. Collective, on accelerators."""
         if self.device.type == "cpu":
             return
-        most = max(everyone(peak_bytes(self.device))) / GIB
+        most = max(everyone(memory_bytes(self.device)[0])) / GIB
         if rank() == 0:
             planned = "" if self.gib is None else f", planned {self.gib:.1f} ({most / self.gib - 1:+.0%})"
             print(f"[hf_fsdpturbo] measured peak: {most:.1f} GiB on the fullest rank{planned}", flush=True)
@@ -88,11 +89,6 @@ class PlannedPeak:
             lora_r=lora_r,
             lora_targets=targets,
         )
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most that was allocated on this rank's accelerator since the process began."""
-    return int(torch.get_device_module(device.type).max_memory_allocated(device))
 
 
 def _bytes_by_dtype(model: Any) -> dict[torch.dtype, int]:

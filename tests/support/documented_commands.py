@@ -81,6 +81,7 @@ RUN_BY: list[tuple[str, str]] = [
     (r"hf-fsdpturbo export .*--merge", "distributed/test_lora.py"),
     (r"hf-fsdpturbo export", "distributed/test_installed_command.py"),
     (r"hf-fsdpturbo merge", "unit/test_merge.py"),
+    (r"hf-fsdpturbo report", "unit/test_telemetry_alone.py"),
     (r"vllm ", "not run: vLLM is not installed"),
     (r"make (demo|demo-dpo|demo-reward)$", "distributed/test_demo_end_to_end.py"),
     (r"make (test|quick|lint)", "not run: it runs the tests"),

@@ -86,7 +86,7 @@ def test_plans_peak_and_the_measured_one(monkeypatch: pytest.MonkeyPatch, capsys
     assert line is not None
     assert "2 x 4096 tokens" in line
     assert peak.gib is not None
-    monkeypatch.setattr(planned_peak, "peak_bytes", lambda device: int(1.5 * peak.gib * 2**30))
+    monkeypatch.setattr(planned_peak, "memory_bytes", lambda device: (int(1.5 * peak.gib * 2**30), 0))
     peak.say_measured()
     said = capsys.readouterr().out
     assert f"measured peak: {1.5 * peak.gib:.1f} GiB on the fullest rank, planned {peak.gib:.1f} (+50%)" in said
