@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_fsdpturbo.shards import local_tensor
@@ -27,9 +28,9 @@ def start_lines(model: nn.Module, args: Any, sizes: Topology, report: Any) -> li
     parameters = dict(model.named_parameters())
     if not parameters:
         return []
-    routed = sum(p.numel() for name, p in parameters.items() if "experts" in name.split("."))
-    total = sum(parameter.numel() for parameter in parameters.values())
-    trained = sum(parameter.numel() for parameter in parameters.values() if parameter.requires_grad)
+    routed = sum(_numel(p) for name, p in parameters.items() if "experts" in name.split("."))
+    total = sum(map(_numel, parameters.values()))
+    trained = sum(_numel(parameter) for parameter in parameters.values() if parameter.requires_grad)
     counts = f"{_count(total)} parameters"
     if routed:
         counts += f": {_count(routed)} in experts, {_count(total - routed)} dense"
@@ -61,6 +62,11 @@ def _held(parameters: dict[str, nn.Parameter], args: Any) -> str:
         f"this rank holds {weights / GIB:.2f} GiB of weights ({dtypes}), then {trained / GIB:.2f} of gradients"
         f"{moments}{where}; it computes in {compute}"
     )
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    """Numbers that a parameter holds: two a byte where it is packed in 4 bits."""
+    return parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1)
 
 
 def _shares(stored: list[tuple[str, int]]) -> list[tuple[str, float]]:
