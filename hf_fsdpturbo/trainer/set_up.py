@@ -34,6 +34,7 @@ from hf_fsdpturbo.trainer.data_columns import refuse_columns
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.head_choice import HeadChoice
 from hf_fsdpturbo.trainer.output_place import open_output_dir
+from hf_fsdpturbo.trainer.planned_peak import PlannedPeak
 from hf_fsdpturbo.trainer.reference import (
     add_reference,
     hash_shards,
@@ -53,6 +54,7 @@ from hf_fsdpturbo.trainer.refusals import (
 )
 from hf_fsdpturbo.trainer.rows import rank0_first, refuse_rows
 from hf_fsdpturbo.trainer.sigterm import AgreedStop
+from hf_fsdpturbo.trainer.start_summary import start_lines
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +125,7 @@ class SetUp:
         self.peft_model: nn.Module | None = None
         self.is_own_reference = False
         self.report: ShardingReport | None = None
+        self.peak = PlannedPeak(trainer_class, config, self.topology)
 
     def _meshes(self) -> FSDPTurboParallelState | None:
         sizes = self.topology
@@ -279,6 +282,7 @@ class SetUp:
             trainable = [p for p in model.parameters() if p.requires_grad]
             in_bf16 = bool(trainable) and any(p.dtype == torch.bfloat16 for p in trainable)
             lines = [describe_sources(config), self.report, aux_loss_warning(self.trainer_class, model, config)]
+            lines += [*start_lines(model, config, self.topology, self.report), self.peak.line(model, self.report)]
             if in_bf16:
                 lines.append(bf16_storage_warning(cast(Any, config).learning_rate))
             text = "\n".join(str(line) for line in lines if line)

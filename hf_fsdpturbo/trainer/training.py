@@ -32,3 +32,4 @@ def training(trainer: Any, resume_from_checkpoint: Any) -> Iterator[Any]:
     finally:
         gc.unfreeze()
         trainer._saving.end(ended)
+    trainer._set_up.peak.say_measured()

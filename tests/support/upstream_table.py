@@ -420,7 +420,13 @@ SET = (
     Row(
         "transformers.core_model_loading._weight_conversions",
         "set",
-        ("checkpoint/conversion_groups.py", "checkpoint/facts.py", "export.py", "loading/from_rank0.py"),
+        (
+            "checkpoint/conversion_groups.py",
+            "checkpoint/facts.py",
+            "export.py",
+            "loading/from_rank0.py",
+            "merge/base_weights.py",
+        ),
         "on the model: how names of the checkpoint became those of the model, for saving",
         f"{CONTRACT}::test_loaded_model_remembers_conversions_for_saving",
         "Transformers has a public name for it",

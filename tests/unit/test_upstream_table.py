@@ -39,10 +39,12 @@ PUBLIC = {
     "inference_mode": "peft: a field of an adapter's configuration",
     "loss": "a field of TRL's output, which is made for each call",
     "model_init_kwargs": "a public field of TRL's configs, filled as TRL's scripts fill it",
+    "num_labels": "transformers: a public field of a config",
     "should_save": "transformers: TrainerControl is there to be set",
     "should_training_stop": "the same",
     "tape": "our own thread-local",
     "token_of_row": "our own, on experts modules",
+    "vocab_size": "transformers: a public field of a config",
 }
 
 # Names that tests have from kernels/rebinding.py: RULE, RECURRENT, CONV, ROTARY.
