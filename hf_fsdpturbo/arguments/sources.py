@@ -47,6 +47,7 @@ INTEGERS = (
     "mp_shard_size",
     "ranks_per_node",
     "dist_timeout",
+    "hang_timeout",
 )
 BOOLEANS = ("drop_unused_tensors", "verify_checkpoint")
 # Public fields with their defaults in force; FSDPTurboArguments' fields have equal ones (tested), marked as unset.
@@ -61,6 +62,7 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "mp_shard_size": None,
     "ranks_per_node": None,
     "dist_timeout": None,
+    "hang_timeout": None,
     "kernel_config": None,
     "init_config": {"name": "init_on_meta"},
     "drop_unused_tensors": False,
@@ -100,6 +102,7 @@ NEEDS_PROCESSES = (
     "dist_config.fsdp_implementation",
     "dist_config.ep_backend",
     "dist_timeout",
+    "hang_timeout",
     "init_config",
     "check_loading",
 )

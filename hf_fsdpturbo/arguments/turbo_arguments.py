@@ -72,6 +72,10 @@ class FSDPTurboArguments:
         default=None,
         metadata={"help": "Timeout of collectives in seconds, that of every mesh group; ddp_timeout when left out."},
     )
+    hang_timeout: int | None = field(
+        default=None,
+        metadata={"help": "Seconds without a step until stacks are written and the run ends (docs/watching.md)."},
+    )
     # A field of TrainingArguments, here again only so that its default can be told from an explicit 1800.
     ddp_timeout: int = field(default=UnsetInt(1800), metadata={"help": "Set by dist_timeout, if given."})
     kernel_config: dict | str | None = field(

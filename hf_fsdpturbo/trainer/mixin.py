@@ -27,6 +27,7 @@ from hf_fsdpturbo.trainer import refusals, resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
 from hf_fsdpturbo.trainer.evaluation import GatheredRows, undivided_aux_loss
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
+from hf_fsdpturbo.trainer.hang_watch import HangWatch
 from hf_fsdpturbo.trainer.loss_scale import LossScale
 from hf_fsdpturbo.trainer.nonfinite import NonFinite
 from hf_fsdpturbo.trainer.rows import checked_batches
@@ -79,6 +80,7 @@ class FSDPTurboTrainerMixin:
         self._batches, self._scale = SharedBatches(cp_size, dp_size), LossScale(self, dp_size)
         self._saving, self._norm = saving.Saving(self, set_up.config), StepNorm(self)
         self._finite, self._set_up = NonFinite(self, set_up.config.on_nonfinite), set_up
+        self._hang = HangWatch(set_up.config)
         self._opened: Any = None  # shards of the checkpoint that is being resumed
         self.sharding_report = set_up.shard_models()
         with set_up.parent_arguments() as given:
@@ -184,6 +186,7 @@ class FSDPTurboTrainerMixin:
             ended = True
         finally:
             gc.unfreeze()
+            self._hang.end()
             self._saving.end(ended)
         return result
 
@@ -265,7 +268,8 @@ class FSDPTurboTrainerMixin:
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         step: Any = super()
-        self._saving.save_checkpoint(lambda: step._save_checkpoint(model, trial), self._get_output_dir(trial))
+        with self._hang.paused():
+            self._saving.save_checkpoint(lambda: step._save_checkpoint(model, trial), self._get_output_dir(trial))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._saving.as_plain:

@@ -249,6 +249,7 @@ class SetUp:
             refuse_unsharded(model, self.report is not None)
             refuse_resizing(model)
             collective_calls.install(trainer)
+            trainer.add_callback(trainer._hang)
             reshard(model)  # log-probabilities computed ahead have left the root whole
             grad_norm.warm_up(model)
             if trainer.args.enable_jit_checkpoint:

@@ -1,0 +1,95 @@
+"""Issue 18: one rank stopped by a signal and one asleep in Python end the run within ``hang_timeout``; one spawn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.reference_run import Run, build_trainer
+from tests.support.spawn import RankError, run_ranks
+from tests.support.tiny_models import texts
+
+TIMEOUT, STOPPED, ASLEEP = 2, 1, 2
+
+
+def sleeps_in_a_callback() -> None:
+    time.sleep(60)
+
+
+def train_until_ranks_stop(run: Run) -> None:
+    """Rank function: in the third step one rank is stopped, and one sleeps."""
+    from transformers import TrainerCallback
+
+    from hf_fsdpturbo import watcher
+    from hf_fsdpturbo.trainer import hang_watch
+
+    watcher.POLL, hang_watch.ANSWER = 0.2, 1.5
+    trainer = build_trainer(run, turbo=True)
+    rank = trainer.args.process_index
+
+    class Stops(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                (Path(args.output_dir) / f"stopped_{rank}").write_text(f"{time.time()} {os.getpid()}")
+                if rank == STOPPED:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if rank == ASLEEP:
+                    sleeps_in_a_callback()
+
+    trainer.add_callback(Stops())
+    trainer.train()
+
+
+@pytest.fixture(scope="module")
+def hung(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hang")
+    arguments = {"max_steps": 4, "output_dir": str(folder)}
+    turbo = {"ep_size": 2, "hang_timeout": TIMEOUT}
+    run = Run(tiny("qwen3_moe"), {"text": texts(32, seed=2)}, arguments, turbo, gradients=False)
+    env = {"TORCHELASTIC_ERROR_FILE": str(folder / "error.json"), "TORCH_FR_BUFFER_SIZE": "200"}
+    try:
+        with pytest.raises(RankError) as died:
+            run_ranks(train_until_ranks_stop, 4, run, timeout=60, env=env)
+        ended = time.time()
+    finally:
+        if (noted := folder / f"stopped_{STOPPED}").exists():  # SIGTERM would wait until somebody goes on with it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(noted.read_text().split()[1]), signal.SIGKILL)
+    return folder, died.value, ended
+
+
+def test_the_run_ends_within_the_timeout(hung):
+    folder, died, ended = hung
+    since = float((folder / f"stopped_{STOPPED}").read_text().split()[0])
+    assert died.kind == "Died", str(died)
+    assert "exit code 1" in died.text
+    assert TIMEOUT <= ended - since < TIMEOUT + 10
+    assert f"No step for {TIMEOUT} s (hang_timeout), after step 2: rank 1, 2 stopped" in str(died)
+
+
+def test_one_error_names_who_stopped_and_what_the_others_wait_in(hung):
+    said = json.loads((hung[0] / "error.json").read_text())["message"]
+    said = said["message"] if isinstance(said, dict) else said
+    assert "rank 1 gives no sign" in said
+    assert "rank 2 stands in sleeps_in_a_callback (test_hang_watch.py:" in said
+    assert "rank 0, 3 waits in all_gather" in said
+    assert str(hung[0] / "hang") in said
+
+
+def test_every_rank_that_can_writes_its_stacks(hung):
+    files = {rank: (hung[0] / "hang" / f"rank_{rank}.txt").read_text() for rank in range(4)}
+    for rank in (0, 3):
+        assert "The main thread waits in all_gather" in files[rank]
+        assert "training_step" in files[rank]
+        assert "Thread hf_fsdpturbo watcher:" in files[rank]
+        assert "gloo:all_gather, number" in files[rank], "torch's flight recorder is on"
+    assert "time.sleep(60)" in files[ASLEEP]
+    assert "on_step_begin" in files[ASLEEP]
+    assert "gave no sign" in files[STOPPED]
+    assert "File " not in files[STOPPED]
