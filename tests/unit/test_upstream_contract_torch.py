@@ -191,3 +191,17 @@ def test_what_a_hanging_rank_asks_torch():
     assert "version" in trace
     assert isinstance(trace.get("entries", []), list)
     assert autograd.graph._engine_run_backward.__code__.co_filename.endswith("torch/autograd/graph.py")
+
+
+def test_a_forward_inside_a_backward_is_told():
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    seen = []
+
+    def layer(x):
+        seen.append(torch._C._current_graph_task_id() != -1)
+        return x * x
+
+    checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [False, True]
