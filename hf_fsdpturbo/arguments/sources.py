@@ -49,7 +49,8 @@ INTEGERS = (
     "dist_timeout",
     "hang_timeout",
 )
-BOOLEANS = ("drop_unused_tensors", "verify_checkpoint")
+BOOLEANS = ("drop_unused_tensors", "verify_checkpoint", "freeze_routers")
+REALS = ("router_bias_update_rate", "router_lr_scale")
 # Public fields with their defaults in force; FSDPTurboArguments' fields have equal ones (tested), marked as unset.
 PUBLIC_DEFAULTS: dict[str, Any] = {
     "dist_config": None,
@@ -73,8 +74,12 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "checkpoint_format": None,
     "on_nonfinite": "warn",
     "verify_checkpoint": True,
+    "router_bias_update_rate": None,
+    "router_lr_scale": 1.0,
+    "freeze_routers": False,
 }
 _INTEGER = re.compile(r"[-+]?[0-9]{1,30}")
+_REAL = re.compile(r"[-+]?[0-9]{0,30}\.?[0-9]{1,30}([eE][-+]?[0-9]{1,3})?")
 CHOICES: dict[str, tuple[str, ...]] = {
     "check_loading": ("sample", "full", "off"),
     "checkpoint_format": ("dcp", "hub", "both"),
@@ -226,6 +231,9 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(
             f"cp_mode must be 'ulysses', the only mode there is, but it is {cut(mode)}. Leave cp_mode out."
         )
+    for name in REALS:
+        if name in values:
+            values[name] = _check_real(name, values[name])
     for name in CHOICES:
         if name in values:
             values[name] = _check_choice(name, values[name])
@@ -246,6 +254,18 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
             values[name] = parse_mapping(name, values[name])
             parse(values[name])
     return {**values, **{f"dist_config.{key}": value for key, value in dist.items()}}
+
+
+def _check_real(name: str, value: Any) -> float:
+    """The value as a float; text where a source has no other types, or YAML takes 1e-3 for text.
+
+    Raises:
+        ValueError: no number, or none above 0.
+    """
+    if isinstance(value, str) and _REAL.fullmatch(value.strip()):
+        value = float(value)
+    at_most(name, value)
+    return float(value)
 
 
 def _check_choice(name: str, value: Any) -> str:

@@ -30,6 +30,7 @@ from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.hang_watch import HangWatch
 from hf_fsdpturbo.trainer.loss_scale import LossScale
 from hf_fsdpturbo.trainer.nonfinite import NonFinite
+from hf_fsdpturbo.trainer.router_training import RouterTraining
 from hf_fsdpturbo.trainer.rows import checked_batches
 from hf_fsdpturbo.trainer.set_up import SetUp
 from hf_fsdpturbo.trainer.step_norm import StepNorm
@@ -80,7 +81,7 @@ class FSDPTurboTrainerMixin:
         self._batches, self._scale = SharedBatches(cp_size, dp_size), LossScale(self, dp_size)
         self._saving, self._norm = saving.Saving(self, set_up.config), StepNorm(self)
         self._finite, self._set_up = NonFinite(self, set_up.config.on_nonfinite), set_up
-        self._hang = HangWatch(set_up.config)
+        self._hang, self._routers = HangWatch(set_up.config), RouterTraining(self, set_up.config)
         self._opened: Any = None  # shards of the checkpoint that is being resumed
         self.sharding_report = set_up.shard_models()
         with set_up.parent_arguments() as given:
@@ -129,6 +130,7 @@ class FSDPTurboTrainerMixin:
         given = self.optimizer if self.optimizer is not None else self.optimizer_cls_and_kwargs
         optimizer = parent.create_optimizer() if model is None else parent.create_optimizer(model)
         refusals.refuse_foreign_parameters(optimizer, self.model)
+        self._routers.give_rates(optimizer, was_given=isinstance(given, torch.optim.Optimizer))
         self.optimizer = in_one_pass(optimizer, self._set_up.config.optim_implementation, is_given=given is not None)
         return self.optimizer
 

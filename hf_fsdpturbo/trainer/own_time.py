@@ -87,11 +87,11 @@ def slowest(own: Sequence[float], window: float) -> tuple[int, float]:
 
 
 def straggler_line(own: Sequence[float], window: float) -> str | None:
-    """One line for the log where a rank is much slower than the median one, else None; arguments as :func:`slowest`."""
+    """A line where a rank is much slower than the median one, else None; arguments as those of :func:`slowest`."""
     rank, share = slowest(own, window)
     if share < SLOW:
         return None
     return (
-        f"rank {rank} is the slowest: {own[rank]:.2f} of the last {window:.2f} s on its own (data, callbacks, computing "
-        f"on CPU; the median rank: {statistics.median(own):.2f}). Others wait for it (docs/watching.md)."
+        f"rank {rank} is the slowest: {own[rank]:.2f} of the last {window:.2f} s on its own (data, callbacks, on CPU "
+        f"computing; the median rank: {statistics.median(own):.2f}). Others wait for it (docs/watching.md)."
     )

@@ -242,9 +242,11 @@ class SetUp:
     def finish(self, trainer: Any) -> None:
         """Put in the LM head and what watches calls and steps, warm up communicators, say on rank 0 what was done."""
         config, model = self.config, trainer.model
-        head = self.head.install(trainer)
+        head, notes = self.head.install(trainer), trainer._routers.install()
         if self.report is not None and head is not None:
             self.report.notes.append(head)
+        if self.report is not None:
+            self.report.notes += notes
         if self.parallel_state is not None:
             refuse_unsharded(model, self.report is not None)
             refuse_resizing(model)
