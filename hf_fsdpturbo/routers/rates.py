@@ -23,8 +23,8 @@ def split_groups(optimizer: torch.optim.Optimizer, routers: set[nn.Parameter], s
         mine = [parameter for parameter in group["params"] if parameter in routers]
         group["params"] = [parameter for parameter in group["params"] if parameter not in routers]
         optimizer.add_param_group({**group, "params": mine, "lr": group["lr"] * scale})
-        if not group["params"]:
-            optimizer.param_groups.remove(group)
+    emptied = {id(group) for group in found if not group["params"]}
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if id(group) not in emptied]
     if not found:
         raise ValueError(
             f"router_lr_scale={scale:g}: no parameter of a router trains (they are frozen, or the model has none). "
