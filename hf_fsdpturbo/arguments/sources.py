@@ -49,7 +49,7 @@ INTEGERS = (
     "dist_timeout",
     "hang_timeout",
 )
-BOOLEANS = ("drop_unused_tensors", "verify_checkpoint", "freeze_routers")
+BOOLEANS = ("drop_unused_tensors", "verify_checkpoint", "fsdpturbo_metrics", "freeze_routers")
 REALS = ("router_bias_update_rate", "router_lr_scale")
 # Public fields with their defaults in force; FSDPTurboArguments' fields have equal ones (tested), marked as unset.
 PUBLIC_DEFAULTS: dict[str, Any] = {
@@ -74,6 +74,7 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "checkpoint_format": None,
     "on_nonfinite": "warn",
     "verify_checkpoint": True,
+    "fsdpturbo_metrics": None,
     "router_bias_update_rate": None,
     "router_lr_scale": 1.0,
     "freeze_routers": False,

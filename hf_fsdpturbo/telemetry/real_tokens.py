@@ -42,25 +42,27 @@ class RealTokens:
 
     Args:
         device: where totals are kept.
+        window: keys that a token of a sliding layer sees, where the model has such layers.
 
     Attributes:
         rows: T of the forward that runs, or ran last.
         real_T: bool, False at padding; None where every row is a token.
-        total: int64 scalar on ``device``: tokens of this rank since it was made. Nobody waits for it.
-        keys: int64 scalar: keys that these tokens attend to in a causal layer, 1 for a document's first token.
+        totals: int64 ``[3]`` on ``device``, of this rank since it was made: its tokens, the keys that they attend to in
+            a causal layer (1 for a document's first token), and those inside ``window``. Nobody waits for them. Who
+            tells kinds of tokens apart (of text, of images) adds a total here.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, window: int | None = None) -> None:
         self.rows = 0
+        self.window = window
         self.real_T: Tensor | None = None
-        self.total = torch.zeros((), dtype=torch.int64, device=device)
-        self.keys = torch.zeros_like(self.total)
+        self.totals = torch.zeros(3, dtype=torch.int64, device=device)
         self._outer_mask: Any = None  # of the whole model: some hand layers a prepared mask, not the padding mask
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Watch a model's forwards from now on; returns handles that end it."""
         handles = []
-        for base in text_models(model):
+        for base in text_models(model) or [model]:
             seen = _with_names(base, self._saw_layers)
             handles.append(base.register_forward_pre_hook(seen, with_kwargs=True, prepend=True))
         seen = _with_names(model, self._saw_model)
@@ -94,8 +96,12 @@ class RealTokens:
         masks = (given.get("attention_mask"), self._outer_mask)
         mask_BS = next((mask for mask in masks if _is_mask(mask, batch, length)), None)
         self.rows, self.real_T = _own_rows(module, mask_BS, batch, length, tokens.device)
-        self.total += self.rows if self.real_T is None else self.real_T.sum()
-        self.keys += _keys(mask_BS, given.get("position_ids"), batch, length) // _place(module)[0]
+        self.totals[0] += self.rows if self.real_T is None else self.real_T.sum()
+        keys_BS = _keys(mask_BS, given.get("position_ids"), batch, length, tokens.device)
+        ranks = _place(module)[0]  # that hold the same batch: attention is spread over them
+        self.totals[1] += keys_BS.sum() // ranks
+        if self.window is not None:
+            self.totals[2] += keys_BS.clamp(max=self.window).sum() // ranks
 
 
 def _with_names(module: nn.Module, see: Callable[[nn.Module, dict[str, Any]], None]) -> Callable[..., None]:
@@ -133,12 +139,12 @@ def _own_rows(
     return batch * part, real_BS.narrow(1, rank * part, part).reshape(-1)
 
 
-def _keys(mask_BS: Tensor | None, position_ids: Any, batch: int, length: int) -> Tensor | int:
-    """Keys that the batch's tokens attend to: their places in their documents, from 1, summed."""
+def _keys(mask_BS: Tensor | None, position_ids: Any, batch: int, length: int, device: torch.device) -> Tensor:
+    """``[B, S]`` int64, keys that each token attends to: its place in its document, from 1; 0 at padding."""
     if isinstance(position_ids, Tensor) and position_ids.ndim == 2:
-        place_BS = position_ids.expand(batch, -1) + 1
-        return (place_BS if mask_BS is None else place_BS * mask_BS.to(place_BS.dtype)).sum()
-    if mask_BS is None:
-        return batch * length * (length + 1) // 2
-    real_BS = mask_BS.to(torch.int64)
-    return (real_BS.cumsum(1) * real_BS).sum()
+        place_BS = position_ids.to(torch.int64).expand(batch, -1) + 1
+    elif mask_BS is None:
+        return torch.arange(1, length + 1, device=device).expand(batch, -1)
+    else:
+        place_BS = mask_BS.to(torch.int64).cumsum(1)
+    return place_BS if mask_BS is None else place_BS * mask_BS.to(torch.int64)

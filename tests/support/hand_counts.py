@@ -10,18 +10,22 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.records import Record
+
 
 class HandCounts:
-    """Counts of one model; ``steps`` has a list of ``[E]`` by layer for each finished step."""
+    """Counts of one model; for each finished step ``steps`` has a list of ``[E]`` by layer, ``entropies`` the mean over routers."""
 
     def __init__(self, model: nn.Module) -> None:
         routers = [m for m in model.modules() if type(m).__name__.lower().endswith(("topkrouter", "topkgate"))]
         self.model = model
         self.counts = [torch.zeros(router.num_experts, dtype=torch.long) for router in routers]
         self.steps: list[list[Tensor]] = []
+        self.entropies: list[float] = []
         self.entropy, self.rows = 0.0, 0
         self.mask: Tensor | None = None
         self.in_backward = False
@@ -63,3 +67,14 @@ class HandCounts:
         self.steps.append([counts.clone() for counts in self.counts])
         for counts in self.counts:
             counts.zero_()
+        self.entropies.append(self.entropy / max(self.rows, 1))
+        self.entropy, self.rows = 0.0, 0
+
+
+def assert_load(record: Record, reference: Record) -> None:
+    """A sharded run's expert load and router entropy are those of one process, step by step."""
+    assert len(record.load) == len(reference.load) == len(record.losses)
+    for step, (mine, by_hand) in enumerate(zip(record.load, reference.load, strict=True)):
+        for layer, (a, b) in enumerate(zip(mine, by_hand, strict=True)):
+            assert torch.equal(a, b), f"step {step}, MoE layer {layer}: {a.tolist()}, by hand {b.tolist()}"
+    assert record.entropies == pytest.approx(reference.entropies, rel=1e-5)

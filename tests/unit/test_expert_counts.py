@@ -65,8 +65,7 @@ def test_counts_equal_those_by_hand(kind: str):
     routed = sum(int(c.sum()) for c in by_hand.steps[0])
     real = 30 + 2 * (10 + 6 + 3)
     assert routed == real * model.config.num_experts_per_tok * len(counts.layers)
-    assert int(tokens.total) == 2 * real
-    assert int(tokens.keys) == 2 * (3 * 55 + 2 * (55 + 21 + 6))
+    assert tokens.totals.tolist()[:2] == [2 * real, 2 * (3 * 55 + 2 * (55 + 21 + 6))]
     assert int(other.local().sum()) == 2 * routed  # one reader's windows are not another's
     assert int(reader.local().sum()) == 0
     model.eval()(**batch())
