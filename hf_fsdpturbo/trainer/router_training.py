@@ -12,7 +12,7 @@ from hf_fsdpturbo.lora.adapter_files import is_peft
 from hf_fsdpturbo.routers.bias_update import BiasUpdate
 from hf_fsdpturbo.routers.found import find_routers
 from hf_fsdpturbo.routers.rates import refuse_other_ratio, split_groups
-from hf_fsdpturbo.telemetry.expert_counts import CountReader, ExpertCounts
+from hf_fsdpturbo.telemetry.expert_counts import CountReader, ExpertCounts, counted_modules
 from hf_fsdpturbo.telemetry.real_tokens import RealTokens
 
 
@@ -33,8 +33,8 @@ class RouterTraining(TrainerCallback):
         )
         self.parameters: set[nn.Parameter] = set()
         self.update: BiasUpdate | None = None
-        self.counts: ExpertCounts | None = None
         self.reader: CountReader | None = None
+        self._own_counts: ExpertCounts | None = None
         self.has_groups = False
 
     def install(self) -> list[str]:
@@ -74,14 +74,22 @@ class RouterTraining(TrainerCallback):
                 f"router_bias_update_rate={self.rate:g} with an adapter: correction biases belong to the base model, "
                 "and adapter files would not hold them. Leave it out."
             )
-        device = self.trainer.args.device
-        tokens = RealTokens(device)
-        self.counts = ExpertCounts(model, tokens, device)
-        self.update = BiasUpdate(model, self.counts.layers, self.rate)
-        tokens.attach(model)
-        self.counts.attach()
-        found = f"{len(self.update.biases)} of {len(self.counts.layers)} MoE layers"
+        layers = {name: experts for name, (_, experts) in counted_modules(model).items()}
+        self.update = BiasUpdate(model, layers, self.rate)
+        found = f"{len(self.update.biases)} of {len(layers)} MoE layers"
         return f"correction biases of {found} are balanced by {self.rate:g} a step"
+
+    def _counts(self) -> ExpertCounts:
+        """Telemetry's counter, or one of our own where that is off."""
+        if (shared := self.trainer._telemetry.expert_counts) is not None:
+            return shared
+        if self._own_counts is None:
+            device = self.trainer.args.device
+            tokens = RealTokens(device)
+            self._own_counts = ExpertCounts(self.trainer.model, tokens, device)
+            tokens.attach(self.trainer.model)
+            self._own_counts.attach()
+        return self._own_counts
 
     def give_rates(self, optimizer: Any, was_given: bool) -> None:
         """Split the groups of an optimizer that has not stepped yet.
@@ -107,15 +115,20 @@ class RouterTraining(TrainerCallback):
         """Weights and optimizer are those of the checkpoint now, if there is one."""
         if self.scale != 1:
             refuse_other_ratio(self.trainer.optimizer, self.parameters, self.scale)
-        if self.update is not None and self.counts is not None:
+        if self.update is not None:
             self.update.begin()
-            self.reader = self.counts.reader()
+        self.reader = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The first one: all others who count have begun by now."""
+        if self.update is not None and self.reader is None:
+            self.reader = self._counts().reader()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """One update a step, by the tokens of all its micro-batches on all ranks; none where the step is left out."""
-        if self.update is None or self.counts is None or self.reader is None:
+        if self.update is None or self.reader is None:
             return
         if self.trainer._finite.skipped or self.trainer.accelerator.optimizer_step_was_skipped:
             self.reader.local()
         else:
-            self.update.apply(self.counts.by_layer(self.reader.all_ranks()))
+            self.update.apply(self.reader.counts.by_layer(self.reader.all_ranks()))

@@ -1,4 +1,4 @@
-"""Issue 18: one rank stopped by a signal and one asleep in Python end the run within ``hang_timeout``; one spawn."""
+"""Issue 18: a slow rank is named; a stopped and a sleeping one end the run within ``hang_timeout``; one spawn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.reference_run import Run, build_trainer
 from tests.support.spawn import RankError, run_ranks
 from tests.support.tiny_models import texts
 
-TIMEOUT, STOPPED, ASLEEP = 2, 1, 2
+TIMEOUT, STOPPED, ASLEEP, SLOW = 2, 1, 2, 3
 
 
 def sleeps_in_a_callback() -> None:
@@ -23,7 +23,7 @@ def sleeps_in_a_callback() -> None:
 
 
 def train_until_ranks_stop(run: Run) -> None:
-    """Rank function: in the third step one rank is stopped, and one sleeps."""
+    """Rank function: one rank is slow with its data; in the third step one is stopped, and one sleeps."""
     from transformers import TrainerCallback
 
     from hf_fsdpturbo import watcher
@@ -36,12 +36,17 @@ def train_until_ranks_stop(run: Run) -> None:
     class Stops(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 2:
+                log = json.dumps(state.log_history[-1])
+                (Path(args.output_dir) / f"log_{rank}.json").write_text(log)
                 (Path(args.output_dir) / f"stopped_{rank}").write_text(f"{time.time()} {os.getpid()}")
                 if rank == STOPPED:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if rank == ASLEEP:
                     sleeps_in_a_callback()
 
+    if rank == SLOW:
+        collate = trainer.data_collator
+        trainer.data_collator = lambda rows: time.sleep(0.5) or collate(rows)
     trainer.add_callback(Stops())
     trainer.train()
 
@@ -93,3 +98,9 @@ def test_every_rank_that_can_writes_its_stacks(hung):
     assert "on_step_begin" in files[ASLEEP]
     assert "gave no sign" in files[STOPPED]
     assert "File " not in files[STOPPED]
+
+
+def test_the_slowest_rank_is_named_in_the_log(hung):
+    log = json.loads((hung[0] / "log_0.json").read_text())
+    assert log["straggler_rank"] == SLOW
+    assert 0.2 < log["straggler_share"] <= 1
