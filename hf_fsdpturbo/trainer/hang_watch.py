@@ -67,9 +67,12 @@ class HangWatch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.limit, self.step = self.first, state.global_step
-        self._goes_on()
         self.looks = this_rank().each_poll
         self.looks.append(self._look)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The first one starts the clock: before it a resumed run has skipped its data, which may take hours."""
+        self._goes_on()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._goes_on()
@@ -129,7 +132,7 @@ class HangWatch(TrainerCallback):
         if store.add("hang/writers", 1) == 1:
             message = self._judge(store, seconds)
             print(f"[hf_fsdpturbo] {message}", file=sys.stderr, flush=True)
-            get_error_handler().record_exception(HangError(message))  # what a launcher reports
+            _tell_launcher(message)
             time.sleep(EARLIER)
             store.set("hang/verdict", message)
             time.sleep(ANSWER / 4)  # the others go first: this process may serve the store
@@ -172,6 +175,14 @@ class HangWatch(TrainerCallback):
         for other in [other for other, answer in answers.items() if answer is None]:
             self._file(other, f"rank {other} gave no sign for {ANSWER:g} s, and so could not write its stacks.\n")
         return in_words(answers, seconds, self.step, self.folder)
+
+
+def _tell_launcher(message: str) -> None:
+    """Leave the error where a launcher looks for the cause: it prints the traceback of what is being handled."""
+    try:
+        raise HangError(message)
+    except HangError as error:
+        get_error_handler().record_exception(error)
 
 
 def in_words(answers: dict[int, dict[str, str | None] | None], seconds: str, step: int, folder: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -58,14 +57,13 @@ def hung(tiny, tmp_path_factory):
     turbo = {"ep_size": 2, "hang_timeout": TIMEOUT}
     run = Run(tiny("qwen3_moe"), {"text": texts(32, seed=2)}, arguments, turbo, gradients=False)
     env = {"TORCHELASTIC_ERROR_FILE": str(folder / "error.json"), "TORCH_FR_BUFFER_SIZE": "200"}
-    try:
-        with pytest.raises(RankError) as died:
-            run_ranks(train_until_ranks_stop, 4, run, timeout=60, env=env)
-        ended = time.time()
-    finally:
-        if (noted := folder / f"stopped_{STOPPED}").exists():  # SIGTERM would wait until somebody goes on with it
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(noted.read_text().split()[1]), signal.SIGKILL)
+    with pytest.raises(RankError) as died:
+        run_ranks(
+            train_until_ranks_stop, 4, run, timeout=60, env=env
+        )  # ends by SIGKILL: a stopped process takes no other
+    ended = time.time()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((folder / f"stopped_{STOPPED}").read_text().split()[1]), 0)
     return folder, died.value, ended
 
 
@@ -74,13 +72,13 @@ def test_the_run_ends_within_the_timeout(hung):
     since = float((folder / f"stopped_{STOPPED}").read_text().split()[0])
     assert died.kind == "Died", str(died)
     assert "exit code 1" in died.text
-    assert TIMEOUT <= ended - since < TIMEOUT + 10
+    assert TIMEOUT <= ended - since < TIMEOUT + 20
     assert f"No step for {TIMEOUT} s (hang_timeout), after step 2: rank 1, 2 stopped" in str(died)
 
 
 def test_one_error_names_who_stopped_and_what_the_others_wait_in(hung):
-    said = json.loads((hung[0] / "error.json").read_text())["message"]
-    said = said["message"] if isinstance(said, dict) else said
+    said = json.loads((hung[0] / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
+    assert "HangError: No step for" in said, "torchrun prints this"
     assert "rank 1 gives no sign" in said
     assert "rank 2 stands in sleeps_in_a_callback (test_hang_watch.py:" in said
     assert "rank 0, 3 waits in all_gather" in said

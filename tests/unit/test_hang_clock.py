@@ -43,6 +43,8 @@ def run(monkeypatch):
 
     given = (None, SimpleNamespace(global_step=1), SimpleNamespace(should_training_stop=False))
     watch.on_train_begin(*given)
+    go_by(1000)  # a resumed run skips its data
+    watch.on_step_begin(*given)
     return watch, go_by, given
 
 

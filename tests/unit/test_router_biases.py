@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from hf_fsdpturbo.arguments.sources import PUBLIC_DEFAULTS, resolve_settings
 from hf_fsdpturbo.routers.bias_update import BiasUpdate
 from hf_fsdpturbo.routers.found import BIASES, find_biases, find_routers
 from hf_fsdpturbo.routers.rates import ratio, refuse_other_ratio, split_groups
 from hf_fsdpturbo.telemetry.expert_counts import ExpertCounts, counted_modules
 from hf_fsdpturbo.telemetry.real_tokens import RealTokens
+from hf_fsdpturbo.trainer.router_training import RouterTraining
 from tests.support.tiny_models import VOCAB_SIZE, steer, tiny_model
 
 E = 8
@@ -129,3 +133,30 @@ def test_groups_of_an_optimizer():
     assert [(group["params"], group["lr"]) for group in alone.param_groups] == [([gate], 2.0)]
     with pytest.raises(ValueError, match="no parameter of a router trains"):
         split_groups(torch.optim.SGD([other], lr=1.0), {gate}, 0.5)
+
+
+def test_an_optimizer_that_was_given_keeps_its_groups():
+    config = SimpleNamespace(freeze_routers=False, router_lr_scale=0.5, router_bias_update_rate=None)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(ValueError, match="router_lr_scale=0.5 acts on an optimizer that is made from the arguments"):
+        RouterTraining(SimpleNamespace(), config).give_rates(optimizer, was_given=True)
+
+
+@pytest.mark.parametrize("text", ["1e-3", "0.001", ".001", " 1.0E-3 ", 0.001])
+def test_rates_from_every_source(monkeypatch, text):
+    """Text of the environment, and of YAML, which takes 1e-3 for text; a number of Python."""
+    given = dict.fromkeys(PUBLIC_DEFAULTS)
+    if isinstance(text, str):
+        monkeypatch.setenv("FSDPTURBO_ROUTER_LR_SCALE", text)
+    given["router_bias_update_rate"] = text
+    settings = resolve_settings(given)[0]
+    assert settings["router_bias_update_rate"].value == 0.001
+    assert settings["router_lr_scale"].value == (0.001 if isinstance(text, str) else 1.0)
+
+
+@pytest.mark.parametrize(
+    "value", ["nan", "-1", "0", "1_0", "true", True, 0.0, -0.5, float("nan"), float("inf"), [1.0]]
+)
+def test_rates_that_are_none(value):
+    with pytest.raises(ValueError, match="router_lr_scale must be more than 0"):
+        resolve_settings({**dict.fromkeys(PUBLIC_DEFAULTS), "router_lr_scale": value})
