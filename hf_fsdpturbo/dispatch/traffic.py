@@ -70,4 +70,4 @@ def _event(device: torch.device) -> torch.Event:
 
 
 TRAFFIC = Traffic()
-"""This process's: exchanges have no other way to a trainer, since a dispatcher knows groups, sizes and tensors only."""
+"""This process's: a dispatcher knows groups, sizes and tensors only, so exchanges have no other way to a trainer."""

@@ -91,12 +91,9 @@ class ExpertCounts:
             if not counts_now(module):
                 return
             number = rows.numel() // rows.shape[-1]
-            real_R = self.tokens.weights(number, getattr(module, "token_of_row", None))
-            pairs = index.detach().reshape(-1)
-            one = torch.ones_like(pairs, dtype=torch.int64)
-            if real_R is not None and number:
-                one = real_R.to(torch.int64).repeat_interleave(pairs.numel() // number)
-            count_E.scatter_add_(0, pairs.to(torch.int64), one)
+            choices = index.numel() // max(number, 1)
+            weights = self.tokens.pair_weights(number, choices, getattr(module, "token_of_row", None))
+            count_E.scatter_add_(0, index.detach().reshape(-1).to(torch.int64), weights)
 
         return count
 

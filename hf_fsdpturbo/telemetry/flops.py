@@ -1,10 +1,10 @@
 """Floating-point operations of the tokens that were trained on, and the device's peak: together the MFU.
 
-Model FLOPs, from the model's own shapes: what the mathematics asks for, whatever a recompute does again. For a matrix
-that every token meets 2 forward, 2 for the gradient of its input, and 2 for its own where it is trained, an element and
-token; for an expert's the same for each token that was sent to it; for softmax attention 6 (size of a query + size of a
-value) a head and key that a token attends to, causal. A reference model's pass is not counted, a linear attention's
-state neither.
+Model FLOPs, from the model's own shapes: what the mathematics asks for, whatever a recompute does again. An element of
+a matrix that every token meets costs 2 a token in forward, 2 for the gradient of its input, and 2 for its own where it
+is trained; an element of an expert the same for each token that was sent there; softmax attention costs 6 (size of a
+query + size of a value) for each head and each key that a token attends to, causal. A reference model's pass is not
+counted, the state of linear attention neither.
 """
 
 from __future__ import annotations

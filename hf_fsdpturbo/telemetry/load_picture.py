@@ -37,6 +37,7 @@ def draw_load(record: LoadRecord, folder: str) -> str:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ImportError(
             f"{PICTURE} needs matplotlib: pip install 'hf_fsdpturbo[report]', then hf-fsdpturbo report {folder}"
@@ -48,18 +49,19 @@ def draw_load(record: LoadRecord, folder: str) -> str:
     axes = figure.subplots(2, 3, height_ratios=(3, 2))
     _draw_heatmaps(figure, axes[0], record, counts_WME, experts_M)
     _draw_worst(axes[1, 0], record, counts_WME, experts_M)
-    for place, values, label in ((1, record.loss, "loss"), (2, record.tokens_per_second, "tokens a second")):
+    for place, values, label in ((1, record.losses, "loss"), (2, record.rates, "tokens a second")):
         axes[1, place].plot(record.steps, values, color="tab:blue")
-        axes[1, place].set(xlabel="optimizer step", title=label)
+        axes[1, place].set(xlabel="optimizer step", title=label, ylim=(0, None) if place == 2 else None)
         axes[1, place].grid(alpha=0.3)
+    for axis in axes[0]:
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     path = os.path.join(folder, PICTURE)
     figure.savefig(path, dpi=90)
     return path
 
 
-def _draw_heatmaps(
-    figure: Any, axes: Any, record: LoadRecord, counts_WME: np.ndarray, experts_M: np.ndarray
-) -> None:
+def _draw_heatmaps(figure: Any, axes: Any, record: LoadRecord, counts_WME: np.ndarray, experts_M: np.ndarray) -> None:
     """Start, middle and end: each a tenth of the run, at least a window."""
     windows = len(record.steps)
     part = max(1, windows // 10)

@@ -32,29 +32,29 @@ class LoadRecord:
     layers: dict[str, int]
     steps: list[int] = field(default_factory=list)
     counts: list[np.ndarray] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    tokens_per_second: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
 
-    def add(self, step: int, counts_ME: np.ndarray, loss: float, tokens_per_second: float) -> None:
-        """A window that ended at ``step``."""
+    def add(self, step: int, counts_ME: np.ndarray, loss: float, rate: float) -> None:
+        """A window that ended at ``step``, at ``rate`` tokens a second."""
         self.steps.append(step)
         self.counts.append(counts_ME)
-        self.loss.append(loss)
-        self.tokens_per_second.append(tokens_per_second)
+        self.losses.append(loss)
+        self.rates.append(rate)
         if len(self.steps) > MOST_WINDOWS:
             self._join_neighbours()
 
     def _join_neighbours(self) -> None:
         pairs = [slice(i, i + 2) for i in range(0, len(self.steps), 2)]
         self.counts = [np.sum(self.counts[pair], axis=0) for pair in pairs]
-        self.loss = [float(np.mean(self.loss[pair])) for pair in pairs]
-        self.tokens_per_second = [float(np.mean(self.tokens_per_second[pair])) for pair in pairs]
+        self.losses = [float(np.mean(self.losses[pair])) for pair in pairs]
+        self.rates = [float(np.mean(self.rates[pair])) for pair in pairs]
         self.steps = [self.steps[pair][-1] for pair in pairs]
 
     def forget_after(self, step: int) -> None:
         """Leave out windows that end after ``step``: a resumed run goes through them again."""
         kept = sum(end <= step for end in self.steps)
-        for values in (self.steps, self.counts, self.loss, self.tokens_per_second):
+        for values in (self.steps, self.counts, self.losses, self.rates):
             del values[kept:]
 
     def write(self, folder: str) -> None:
@@ -70,8 +70,8 @@ class LoadRecord:
                 file,
                 steps=np.array(self.steps, dtype=np.int64),
                 counts=np.array(self.counts, dtype=np.int64).reshape(-1, len(self.layers), self.most_experts),
-                loss=np.array(self.loss, dtype=np.float64),
-                tokens_per_second=np.array(self.tokens_per_second, dtype=np.float64),
+                loss=np.array(self.losses, dtype=np.float64),
+                tokens_per_second=np.array(self.rates, dtype=np.float64),
                 layers=np.array(list(self.layers)),
                 experts=np.array(list(self.layers.values()), dtype=np.int64),
             )
@@ -103,6 +103,22 @@ def read_load(folder: str) -> LoadRecord:
         ) from None
 
 
+def summary(record: LoadRecord) -> str:
+    """The last window in words: the layers whose load is least even first."""
+    layers = list(zip(record.layers.items(), record.counts[-1], strict=True))
+    rows = []
+    for (name, experts), count in layers:
+        given = count[:experts]
+        largest = given.max() * experts / max(given.sum(), 1)
+        rows.append((float(largest), int((given == 0).sum()), name))
+    rows.sort(key=lambda row: row[0], reverse=True)
+    lines = [f"{len(record.steps)} windows to step {record.steps[-1]}; the last one, worst layers first:"]
+    lines += [
+        f"  {name}: largest load {most:.2f} of the mean, {unused} experts unused" for most, unused, name in rows[:4]
+    ]
+    return "\n".join(lines)
+
+
 def _refuse_large(opened: object) -> None:
     with zipfile.ZipFile(opened) as archive:  # type: ignore[call-overload]
         if sum(part.file_size for part in archive.infolist()) > MOST_BYTES:
@@ -119,9 +135,7 @@ def _checked(arrays: dict[str, np.ndarray]) -> LoadRecord:
     if counts.dtype.kind not in "iu" or (counts < 0).any():
         raise ValueError("counts must be whole numbers from 0 up")
     record.steps, record.counts = [int(step) for step in arrays["steps"]], list(counts)
-    for name in ("loss", "tokens_per_second"):
-        values = [float(value) for value in arrays[name]]
-        if len(values) != windows:
-            raise ValueError(f"{len(values)} values of {name} for {windows} windows")
-        setattr(record, name, values)
+    record.losses, record.rates = ([float(value) for value in arrays[name]] for name in ("loss", "tokens_per_second"))
+    if {len(record.losses), len(record.rates)} != {windows}:
+        raise ValueError(f"{len(record.losses)} losses and {len(record.rates)} rates for {windows} windows")
     return record

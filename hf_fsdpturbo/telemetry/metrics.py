@@ -99,7 +99,8 @@ class Telemetry(TrainerCallback):
         self._peak = None if peak is None else peak[0]
         if rank() == 0:
             if peak is not None:
-                print(f"[hf_fsdpturbo] mfu of {peak[0] / 1e12:.0f} TFLOP/s a device ({peak[2]}: {peak[1]})", flush=True)
+                said = f"{peak[0] / 1e12:.0f} TFLOP/s a device ({peak[2]}: {peak[1]})"
+                print(f"[hf_fsdpturbo] mfu is a share of {said}", flush=True)
             self.record = self._begin_record(args.output_dir, state.global_step) if self.counts.layers else None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

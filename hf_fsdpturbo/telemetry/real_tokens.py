@@ -47,9 +47,9 @@ class RealTokens:
     Attributes:
         rows: T of the forward that runs, or ran last.
         real_T: bool, False at padding; None where every row is a token.
-        totals: int64 ``[3]`` on ``device``, of this rank since it was made: its tokens, the keys that they attend to in
-            a causal layer (1 for a document's first token), and those inside ``window``. Nobody waits for them. Who
-            tells kinds of tokens apart (of text, of images) adds a total here.
+        totals: int64 ``[3]`` on ``device``, of this rank since it was made: its tokens, the keys that they attend to
+            in a causal layer (1 for a document's first token), and those inside ``window``. Nobody waits for them.
+            Who tells kinds of tokens apart (of text, of images) adds a total here.
     """
 
     def __init__(self, device: torch.device, window: int | None = None) -> None:
@@ -57,6 +57,7 @@ class RealTokens:
         self.window = window
         self.real_T: Tensor | None = None
         self.totals = torch.zeros(3, dtype=torch.int64, device=device)
+        self._pairs: dict[tuple[int, int], Tensor] = {}  # of the forward that runs: all layers ask for the same
         self._outer_mask: Any = None  # of the whole model: some hand layers a prepared mask, not the padding mask
 
     def attach(self, model: nn.Module) -> list[Any]:
@@ -82,6 +83,19 @@ class RealTokens:
             return None
         return self.real_T if token_of_row is None else self.real_T[token_of_row]
 
+    def pair_weights(self, rows: int, choices: int, token_of_row: Tensor | None = None) -> Tensor:
+        """``[rows * choices]`` int64: 1 where a (row, choice) pair is of a real token; else as :meth:`weights`."""
+        if token_of_row is None and (rows, choices) in self._pairs:
+            return self._pairs[rows, choices]
+        real_R = self.weights(rows, token_of_row)
+        if real_R is None:
+            pairs = torch.ones(rows * choices, dtype=torch.int64, device=self.totals.device)
+        else:
+            pairs = real_R.to(torch.int64).repeat_interleave(choices)
+        if token_of_row is None:
+            self._pairs[rows, choices] = pairs
+        return pairs
+
     def _saw_model(self, module: nn.Module, given: dict[str, Any]) -> None:
         self._outer_mask = given.get("attention_mask")
 
@@ -95,6 +109,7 @@ class RealTokens:
         batch, length = tokens.shape[:2]
         masks = (given.get("attention_mask"), self._outer_mask)
         mask_BS = next((mask for mask in masks if _is_mask(mask, batch, length)), None)
+        self._pairs = {}
         self.rows, self.real_T = _own_rows(module, mask_BS, batch, length, tokens.device)
         self.totals[0] += self.rows if self.real_T is None else self.real_T.sum()
         keys_BS = _keys(mask_BS, given.get("position_ids"), batch, length, tokens.device)

@@ -41,7 +41,8 @@ class RouterEntropy:
 
     def attach(self) -> list[Any]:
         """Watch from now on; returns handles that end it."""
-        return [router.register_forward_hook(self._hook(index, _is_sigmoid(router))) for router, index in self._routers]
+        hooks = ((router, self._hook(index, _is_sigmoid(router))) for router, index in self._routers)
+        return [router.register_forward_hook(hook) for router, hook in hooks]
 
     def _hook(self, index: int, is_sigmoid: bool) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

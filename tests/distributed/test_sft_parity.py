@@ -216,7 +216,7 @@ def test_logged_metrics_equal_one_process(outcome, layout: str, run: str):
 
 @pytest.mark.parametrize(("layout", "run"), CASES)
 def test_expert_load_equals_counts_by_hand(outcome, layout: str, run: str):
-    """Of each step, layer and expert: what one process's routers chose for real tokens, and how undecided they were."""
+    """Of each step, layer and expert: what one process's routers chose for real tokens; how undecided they were."""
     record, reference, _ = outcome(layout)[run]
     assert_load(record, reference)
     names = {"tokens_per_second", "memory_peak_gib", "data_wait_seconds", "grad_norm_dense", "grad_norm_expert"}

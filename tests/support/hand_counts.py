@@ -18,7 +18,7 @@ from tests.support.records import Record
 
 
 class HandCounts:
-    """Counts of one model; for each finished step ``steps`` has a list of ``[E]`` by layer, ``entropies`` the mean over routers."""
+    """Counts of one model; for each finished step ``steps`` has ``[E]`` by layer, ``entropies`` the routers' mean."""
 
     def __init__(self, model: nn.Module) -> None:
         routers = [m for m in model.modules() if type(m).__name__.lower().endswith(("topkrouter", "topkgate"))]

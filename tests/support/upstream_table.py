@@ -1026,7 +1026,7 @@ def _fact(name: str, how: str, file: str, why: str, test: str) -> Row:
 QWEN3 = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 FACT_ROWS = (
     _fact(
-        "transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3TopkRouter.forward",
+        "torch.sigmoid",
         "co_names",
         "telemetry/router_entropy.py",
         "whether a router scores by sigmoid",
