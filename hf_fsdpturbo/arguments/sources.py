@@ -28,6 +28,7 @@ from hf_fsdpturbo.arguments.params import (
     check_type,
     unknown_params,
 )
+from hf_fsdpturbo.arguments.real_numbers import check_real
 from hf_fsdpturbo.bounded import cut
 from hf_fsdpturbo.launch_config import ENV_PREFIX, YAML_PREFIX, LaunchConfig, environment_fields, read_launch_config
 from hf_fsdpturbo.topology import at_most, positive
@@ -80,7 +81,6 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "freeze_routers": False,
 }
 _INTEGER = re.compile(r"[-+]?[0-9]{1,30}")
-_REAL = re.compile(r"[-+]?[0-9]{0,30}\.?[0-9]{1,30}([eE][-+]?[0-9]{1,3})?")
 CHOICES: dict[str, tuple[str, ...]] = {
     "check_loading": ("sample", "full", "off"),
     "checkpoint_format": ("dcp", "hub", "both"),
@@ -234,7 +234,7 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
         )
     for name in REALS:
         if name in values:
-            values[name] = _check_real(name, values[name])
+            values[name] = check_real(name, values[name])
     for name in CHOICES:
         if name in values:
             values[name] = _check_choice(name, values[name])
@@ -255,18 +255,6 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
             values[name] = parse_mapping(name, values[name])
             parse(values[name])
     return {**values, **{f"dist_config.{key}": value for key, value in dist.items()}}
-
-
-def _check_real(name: str, value: Any) -> float:
-    """The value as a float; text where a source has no other types, or YAML takes 1e-3 for text.
-
-    Raises:
-        ValueError: no number, or none above 0.
-    """
-    if isinstance(value, str) and _REAL.fullmatch(value.strip()):
-        value = float(value)
-    at_most(name, value)
-    return float(value)
 
 
 def _check_choice(name: str, value: Any) -> str:
