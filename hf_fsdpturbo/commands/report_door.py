@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_fsdpturbo.commands.one_line import OneLineParser, refuse
+from hf_fsdpturbo.telemetry.load_picture import draw_load
+from hf_fsdpturbo.telemetry.load_record import FILE, read_load, summary
 
 PROG = "hf-fsdpturbo report"
 
@@ -15,10 +17,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="a run's output_dir")
     parser.add_argument("--out", metavar="FOLDER", help="where the picture goes (default: RUN)")
     options = parser.parse_args(list(argv))
-    # late: --help needs no torch
-    from hf_fsdpturbo.telemetry.load_picture import draw_load
-    from hf_fsdpturbo.telemetry.load_record import FILE, read_load, summary
-
     try:
         record = read_load(options.run)
         path = draw_load(record, options.run if options.out is None else options.out)

@@ -9,6 +9,7 @@ counted, the state of linear attention neither.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ PEAKS: dict[str, tuple[float, str]] = {
     "H100 80GB HBM3": (989e12, "NVIDIA's data sheet, bf16, dense"),
     "A100": (312e12, "NVIDIA's data sheet, bf16, dense"),
 }
-"""FLOP/s by a part of the device's name, and where the number is from; another device has no MFU."""
+"""FLOP/s by a word of the device's name, and where the number is from; another device has no MFU."""
 
 
 def peak_of(device: torch.device) -> tuple[float, str, str] | None:
@@ -30,7 +31,7 @@ def peak_of(device: torch.device) -> tuple[float, str, str] | None:
     if device.type == "cpu":
         return None
     name = str(torch.get_device_module(device.type).get_device_name(device))
-    return next((peak + (name,) for part, peak in PEAKS.items() if part in name), None)
+    return next((peak + (name,) for words, peak in PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class ModelFlops:
         return self.token * tokens + experts + self.key * keys + self.near_key * near_keys
 
 
-def model_flops(model: Any, experts: dict[str, tuple[nn.Module, int]]) -> ModelFlops:
-    """From the parameters of a model, sharded or whole, and its config.
+def model_flops(model: Any, experts: dict[str, tuple[nn.Module, int]]) -> ModelFlops | None:
+    """From the parameters of a model, sharded or whole, and its config; None where that does not name its attention.
 
     Args:
         model: a Transformers model, or PEFT's round one.
@@ -67,13 +68,16 @@ def model_flops(model: Any, experts: dict[str, tuple[nn.Module, int]]) -> ModelF
     routed = {p: number for module, number in experts.values() for p in module.parameters()}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     embedding = model.get_input_embeddings()
-    parts = [*text_models(model), *([] if head is None else [head])]
+    parts = [*(text_models(model) or [model]), *([] if head is None else [head])]
     dense = {p for part in parts for p in part.parameters()} - routed.keys()
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
     if not tied:
         dense -= set(embedding.parameters())
     pair = tuple(sum(map(_flops, module.parameters())) / number for module, number in experts.values())
     config = model.config.get_text_config()
+    sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
     whole, near, window = _attention_layers(config)
     key = 6.0 * config.num_attention_heads * sum(_head_sizes(config))
     return ModelFlops(sum(map(_flops, dense)), pair, key * whole, key * near, window)

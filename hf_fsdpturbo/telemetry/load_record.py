@@ -12,17 +12,21 @@ W windows, M MoE layers, E experts (of the layer that has most: others are padde
 
 from __future__ import annotations
 
+import io
 import os
 import zipfile
+import zlib
 from dataclasses import dataclass, field
+from typing import IO
 
 import numpy as np
 
 FILE = "expert_load.npz"
 MOST_WINDOWS = 512
 """Then neighbours are joined, two and two: a long run keeps its whole length and takes a bounded amount of memory."""
-MOST_BYTES = 2**31
-"""Of the arrays of a file that is read."""
+MOST_BYTES = 2**30
+"""Of a file that is read, and of its arrays."""
+_DAMAGED = (KeyError, ValueError, OverflowError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass
@@ -93,11 +97,12 @@ def read_load(folder: str) -> LoadRecord:
     path = os.path.join(folder, FILE)
     try:
         with open(path, "rb") as opened:
-            _refuse_large(opened)
-            with np.load(opened, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
+            content = io.BytesIO(opened.read(MOST_BYTES))
+        _refuse_large(content)
+        with np.load(content, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
         return _checked(arrays)
-    except (KeyError, ValueError, OverflowError, EOFError, zipfile.BadZipFile, zipfile.LargeZipFile) as error:
+    except _DAMAGED as error:
         raise ValueError(
             f"{path} is not a record of expert load ({type(error).__name__}: {str(error)[:120]}). Remove it."
         ) from None
@@ -119,11 +124,11 @@ def summary(record: LoadRecord) -> str:
     return "\n".join(lines)
 
 
-def _refuse_large(opened: object) -> None:
-    with zipfile.ZipFile(opened) as archive:  # type: ignore[call-overload]
+def _refuse_large(opened: IO[bytes]) -> None:
+    with zipfile.ZipFile(opened) as archive:
         if sum(part.file_size for part in archive.infolist()) > MOST_BYTES:
             raise ValueError(f"its arrays have more than {MOST_BYTES:,} bytes")
-    opened.seek(0)  # type: ignore[attr-defined]
+    opened.seek(0)
 
 
 def _checked(arrays: dict[str, np.ndarray]) -> LoadRecord:

@@ -86,8 +86,10 @@ class Telemetry(TrainerCallback):
         model, device = self.trainer.model, args.device
         if not self.is_on or not hasattr(model, "get_input_embeddings"):  # one process trains any module
             return
-        self.flops = model_flops(model, counted_modules(model))
-        self.tokens = RealTokens(device, self.flops.window)
+        peak = peak_of(device) if _computes_in_bf16(args, model) else None
+        self._peak = None if peak is None else peak[0]
+        self.flops = None if peak is None else model_flops(model, counted_modules(model))
+        self.tokens = RealTokens(device, None if self.flops is None else self.flops.window)
         self.counts = ExpertCounts(model, self.tokens, device)
         self.entropy = RouterEntropy(model, self.tokens, device)
         self._handles = [*self.tokens.attach(model), *self.counts.attach(), *self.entropy.attach()]
@@ -95,10 +97,8 @@ class Telemetry(TrainerCallback):
         self.own = OwnTime(computes_on_host=device.type == "cpu")
         self._before = torch.zeros(5, dtype=torch.int64, device=device)
         TRAFFIC.bytes, TRAFFIC.seconds, self._written = 0, 0.0, time.monotonic()
-        peak = peak_of(device) if _computes_in_bf16(args, model) else None
-        self._peak = None if peak is None else peak[0]
         if rank() == 0:
-            if peak is not None:
+            if peak is not None and self.flops is not None:
                 said = f"{peak[0] / 1e12:.0f} TFLOP/s a device ({peak[2]}: {peak[1]})"
                 print(f"[hf_fsdpturbo] mfu is a share of {said}", flush=True)
             self.record = self._begin_record(args.output_dir, state.global_step) if self.counts.layers else None
@@ -166,7 +166,7 @@ class Telemetry(TrainerCallback):
             "memory_reserved_gib": max(reserves) / GIB,
             "data_wait_seconds": max(waits) / 1e6,
         }
-        if self._peak is not None:
+        if self._peak is not None and self.flops is not None:
             routed = [int(count.sum()) for count in counts.values()]
             flops = self.flops.of(tokens, routed, keys, near_keys)
             found["mfu"] = flops / seconds / len(by_rank) / self._peak

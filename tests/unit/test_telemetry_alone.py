@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from hf_fsdpturbo.dispatch.traffic import Traffic
 from hf_fsdpturbo.telemetry import load_picture, load_record
 from hf_fsdpturbo.telemetry.clock import Clock
 from hf_fsdpturbo.telemetry.expert_counts import counted_modules
-from hf_fsdpturbo.telemetry.flops import model_flops
+from hf_fsdpturbo.telemetry.flops import model_flops, peak_of
 from hf_fsdpturbo.telemetry.load_picture import PICTURE, draw_load, relative_load
 from hf_fsdpturbo.telemetry.load_record import FILE, LoadRecord, read_load, summary
 from hf_fsdpturbo.telemetry.metrics import _expert_metrics
@@ -72,8 +74,21 @@ def test_flops_are_those_of_the_matrices():
     assert model_flops(model, counted_modules(model)).pair == (4 * 3 * HIDDEN * FFN,) * 2
     sliding = model_flops(tiny_model("gpt_oss"), {})
     assert (sliding.window, sliding.near_key, sliding.key) == (16, sliding.key, 6 * 4 * 2 * HEAD_DIM)
+    by_layer = SimpleNamespace(num_attention_heads=[4, 4])  # some families name heads so
+    model.config = SimpleNamespace(get_text_config=lambda: by_layer)
+    assert model_flops(model, counted_modules(model)) is None
     tied = tiny_model("qwen3_moe", tie=True)
     assert model_flops(tied, counted_modules(tied)).token == flops.token
+
+
+def test_peaks_are_found_by_whole_words(monkeypatch):
+    names = {"NVIDIA H200": 790e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
+    for name in [*names, "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "Ascend910_93"]:
+        module = SimpleNamespace(get_device_name=lambda device, name=name: name)
+        monkeypatch.setattr(torch, "get_device_module", lambda kind, module=module: module)
+        found = peak_of(torch.device("cuda", 0))
+        assert (found and found[0], found and found[2]) == (names.get(name), name if name in names else None)
+    assert peak_of(torch.device("cpu")) is None
 
 
 def test_keys_of_packed_rows_and_windows():
@@ -201,10 +216,27 @@ def test_report_of_a_bad_file_is_one_line(tmp_path, capsys, what):
     assert FILE in said
 
 
-def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+def test_whatever_is_damaged_is_an_error_by_name(tmp_path):
     record_of(3).write(str(tmp_path))
-    monkeypatch.setattr(load_record, "MOST_BYTES", 100)
-    with pytest.raises(ValueError, match=r"more than 100 bytes"):
+    whole, draw, refused = (tmp_path / FILE).read_bytes(), random.Random(0), 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(draw.randint(1, 4)):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        (tmp_path / FILE).write_bytes(damaged[: draw.choice((len(damaged), draw.randrange(len(damaged))))])
+        try:
+            read_load(str(tmp_path))
+        except ValueError as error:
+            assert FILE in str(error)  # noqa: PT017
+            refused += 1
+    assert refused > 200
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+    record_of(300).write(str(tmp_path))
+    most = (tmp_path / FILE).stat().st_size + 1
+    monkeypatch.setattr(load_record, "MOST_BYTES", most)
+    with pytest.raises(ValueError, match=rf"more than {most:,} bytes"):
         read_load(str(tmp_path))
 
 
