@@ -20,6 +20,7 @@ from hf_fsdpturbo.arguments.sources import (
     resolve_settings,
 )
 from hf_fsdpturbo.arguments.unsupported import refuse_unsupported, settle_after_setup
+from hf_fsdpturbo.arguments.watch_fields import WatchFields
 from hf_fsdpturbo.compat import check_floors, require
 from hf_fsdpturbo.topology import Topology, at_most
 
@@ -36,7 +37,7 @@ def _warn_once(topic: str, message: str) -> None:
 
 
 @dataclass
-class FSDPTurboArguments(RouterFields):
+class FSDPTurboArguments(RouterFields, WatchFields):
     """Fields for expert parallelism; mix in before ``TrainingArguments``, ``SFTConfig``, ``DPOConfig`` and so on.
 
     After construction every field holds the value in force, ``dist_config`` the complete mapping (plain JSON types).
@@ -72,10 +73,6 @@ class FSDPTurboArguments(RouterFields):
     dist_timeout: int | None = field(
         default=None,
         metadata={"help": "Timeout of collectives in seconds, that of every mesh group; ddp_timeout when left out."},
-    )
-    hang_timeout: int | None = field(
-        default=None,
-        metadata={"help": "Seconds without a step until stacks are written and the run ends (docs/watching.md)."},
     )
     # A field of TrainingArguments, here again only so that its default can be told from an explicit 1800.
     ddp_timeout: int = field(default=UnsetInt(1800), metadata={"help": "Set by dist_timeout, if given."})
@@ -115,10 +112,6 @@ class FSDPTurboArguments(RouterFields):
     )
     verify_checkpoint: bool = field(
         default=cast(bool, UnsetInt(1)), metadata={"help": "Compare what is read of checkpoint-N with its checksums."}
-    )
-    fsdpturbo_metrics: bool | None = field(
-        default=None,
-        metadata={"help": "Log speed, memory and expert load (docs/telemetry.md); left out: in sharded runs."},
     )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings
