@@ -25,12 +25,9 @@ class RouterTraining(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, config: Any) -> None:
-        self.trainer = trainer
-        self.freeze, self.scale, self.rate = (
-            config.freeze_routers,
-            config.router_lr_scale,
-            config.router_bias_update_rate,
-        )
+        self.trainer, self.config = trainer, config
+        self.freeze, self.scale = config.freeze_routers, config.router_lr_scale
+        self.rate = config.router_bias_update_rate
         self.parameters: set[nn.Parameter] = set()
         self.update: BiasUpdate | None = None
         self.reader: CountReader | None = None
@@ -43,19 +40,18 @@ class RouterTraining(TrainerCallback):
         Raises:
             ValueError: the model has no routers, or none that can be trained so; alike on all ranks.
         """
-        if not self.freeze and self.scale == 1 and self.rate is None:
+        wanted = {
+            "freeze_routers": self.freeze,
+            "router_lr_scale": self.scale != 1,
+            "router_bias_update_rate": self.rate is not None,
+        }
+        if not any(wanted.values()):
             return []
         model: Any = self.trainer.model
         base = model.get_base_model() if is_peft(model) else model
         routers = find_routers(base) if hasattr(base, "config") else {}
         if not routers:
-            given = (
-                "freeze_routers"
-                if self.freeze
-                else "router_lr_scale"
-                if self.scale != 1
-                else "router_bias_update_rate"
-            )
+            given = ", ".join(name for name, is_wanted in wanted.items() if is_wanted)
             raise ValueError(f"{given}: no routers were found in {type(base).__name__}. Leave it out.")
         self.parameters = {parameter for router in routers.values() for parameter in router.parameters()}
         self.trainer.add_callback(self)
@@ -73,6 +69,11 @@ class RouterTraining(TrainerCallback):
             raise ValueError(
                 f"router_bias_update_rate={self.rate:g} with an adapter: correction biases belong to the base model, "
                 "and adapter files would not hold them. Leave it out."
+            )
+        if (backend := self.config.fsdpturbo_params.ep_backend) != "torch":
+            raise ValueError(
+                f"router_bias_update_rate={self.rate:g} with ep_backend={backend!r}: nobody counts what that library "
+                "sends to experts. Leave one of them out."
             )
         layers = {name: experts for name, (_, experts) in counted_modules(model).items()}
         self.update = BiasUpdate(model, layers, self.rate)

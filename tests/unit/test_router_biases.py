@@ -160,3 +160,16 @@ def test_rates_from_every_source(monkeypatch, text):
 def test_rates_that_are_none(value):
     with pytest.raises(ValueError, match="router_lr_scale must be more than 0"):
         resolve_settings({**dict.fromkeys(PUBLIC_DEFAULTS), "router_lr_scale": value})
+
+
+def test_settings_of_a_model_without_routers_are_refused():
+    config = SimpleNamespace(freeze_routers=True, router_lr_scale=0.5, router_bias_update_rate=None)
+    with pytest.raises(ValueError, match="freeze_routers, router_lr_scale: no routers were found in Linear"):
+        RouterTraining(SimpleNamespace(model=nn.Linear(2, 2)), config).install()
+    backend = SimpleNamespace(ep_backend="fsdp_turbo")
+    config = SimpleNamespace(
+        freeze_routers=False, router_lr_scale=1.0, router_bias_update_rate=0.1, fsdpturbo_params=backend
+    )
+    trainer = SimpleNamespace(model=tiny_model("deepseek_v3"), add_callback=lambda callback: None)
+    with pytest.raises(ValueError, match="router_bias_update_rate=0.1 with ep_backend='fsdp_turbo'"):
+        RouterTraining(trainer, config).install()
