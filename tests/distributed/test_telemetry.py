@@ -1,4 +1,4 @@
-"""Telemetry on four ranks (cp 2, ep 2): what it costs, that it can be wrong and is seen to be, resume, off.
+"""Telemetry on two ranks (cp 2, and ep 2): what it costs, that it can be wrong and is seen to be, resume, off.
 
 That load equals counts by hand at every layout stands with the parity tests (``assert_load``).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fsdpturbo.telemetry.load_record import read_load
 from tests.support.hand_counts import assert_load
-from tests.support.reference_run import Run, build_trainer, forget_accelerate, merge_batches, run_reference, run_turbo
+from tests.support.records import Record
+from tests.support.reference_run import Run, build_trainer, forget_accelerate, run_reference, run_turbo
 from tests.support.spawn import run_plain, run_ranks
 from tests.support.tiny_models import texts
 
-WORLD, CP = 4, 2
+WORLD = 2
 NAMES = {"tokens_per_second", "memory_peak_gib", "experts/load_max_over_mean", "experts/router_entropy"}
 # Operators whose result the host waits for on an accelerator.
 SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "equal")
@@ -85,42 +87,48 @@ def interrupted(run: Run, folder: str) -> tuple:
     return records[0], records[1], trainer.state.log_history
 
 
-def everything(run: Run, saved: Run, folder: str) -> dict:
-    """Rank function: all that is looked at here, in one spawn."""
-    found: dict = {"right": run_turbo(run)}
+def counted(run: Run) -> dict[str, Record]:
+    """Rank function: as it is, and with each fault put back for a step."""
+    found = {"right": run_turbo(run)}
+    short = replace(run, args={**run.args, "max_steps": 1, "eval_strategy": "no"}, gradients=False)
     for fault in FAULTS:
         place = put_back(fault)
-        found[fault] = run_turbo(
-            replace(run, args={**run.args, "max_steps": 1, "eval_strategy": "no"}, gradients=False)
-        )
+        found[fault] = run_turbo(short)
         setattr(*place)
-    # two steps a window, and an evaluation in between
-    spare = replace(run, args={**run.args, "logging_steps": 2, "max_steps": 4, "gradient_accumulation_steps": 1})
-    found["on"], found["off"] = count_operators(spare, True), count_operators(spare, False)
-    found["resumed"] = interrupted(saved, folder)
     return found
 
 
-@pytest.fixture(scope="module")
-def outcome(tiny, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("resumed")
-    run = Run(
+def watched(run: Run, folder: str) -> tuple:
+    """Rank function: on, off (two steps a window, an evaluation between), and resumed."""
+    args = {"logging_steps": 2, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 3}
+    counts = (count_operators(replace(run, args={**run.args, **args}), metrics) for metrics in (True, False))
+    saved = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    return (*counts, interrupted(replace(run, args={**run.args, **saved}), folder))
+
+
+def run_of(tiny: Any, turbo: dict, **args: Any) -> Run:
+    args |= {"gradient_checkpointing": True}
+    return Run(
         tiny("qwen3_moe"),
         {"text": texts(24, seed=3)},
-        args={
-            "gradient_checkpointing": True,
-            "gradient_accumulation_steps": 2,
-            "eval_strategy": "steps",
-            "eval_steps": 1,
-        },
-        turbo={"cp_size": CP, "ep_size": 2, "fused_linear_cross_entropy": "on"},
+        args,
+        {**turbo, "fused_linear_cross_entropy": "on"},
         eval_data={"text": texts(4, seed=4)},
     )
-    saved = {"eval_strategy": "no", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    by_rank = run_ranks(everything, WORLD, run, replace(run, args={**run.args, **saved}), str(folder), timeout=200)
-    batches = merge_batches([found["right"] for found in by_rank[::CP]])
-    by_hand = run_plain(run_reference, replace(run, args={**run.args, "eval_strategy": "no"}), WORLD // CP, batches)
-    return by_rank[0], by_hand
+
+
+@pytest.fixture(scope="module")
+def outcome(tiny):
+    run = run_of(tiny, {"cp_size": 2}, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1)
+    found = run_ranks(counted, WORLD, run, timeout=120)[0]
+    plain = replace(run, args={**run.args, "eval_strategy": "no"})
+    return found, run_plain(run_reference, plain, 1, found["right"].batches)  # both cp ranks have the same
+
+
+@pytest.fixture(scope="module")
+def on_off_resumed(tiny, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("resumed"))
+    return run_ranks(watched, WORLD, run_of(tiny, {"ep_size": 2}), folder, timeout=120)[0]
 
 
 def test_evaluations_do_not_count(outcome):
@@ -136,9 +144,8 @@ def test_faults_put_back_are_seen(outcome, fault):
         assert_load(found[fault], replace(by_hand, load=by_hand.load[:1]))
 
 
-def test_one_collective_more_a_logging_step_and_no_wait_in_a_step(outcome):
-    found, _ = outcome
-    (on, waits, logs), (off, fewer_waits, plain) = found["on"], found["off"]
+def test_one_collective_more_a_logging_step_and_no_wait_in_a_step(on_off_resumed):
+    (on, waits, logs), (off, fewer_waits, plain), _ = on_off_resumed
     lines = [log for log in logs if "loss" in log]
     assert len(lines) == 2
     assert on - off == Counter({"c10d::allreduce_": len(lines)})
@@ -150,8 +157,8 @@ def test_one_collective_more_a_logging_step_and_no_wait_in_a_step(outcome):
     assert [log["loss"] for log in lines] == [log["loss"] for log in plain if "loss" in log]
 
 
-def test_a_resumed_run_continues_its_record(outcome):
-    whole, resumed, logs = outcome[0]["resumed"]
+def test_a_resumed_run_continues_its_record(on_off_resumed):
+    whole, resumed, logs = on_off_resumed[2]
     assert whole.steps == resumed.steps == [1, 2, 3, 4]
     assert [log["step"] for log in logs if "loss" in log] == [1, 2, 3, 4]
     for before, after in zip(whole.counts, resumed.counts, strict=True):

@@ -158,7 +158,7 @@ def test_relative_load():
     assert math.isnan(load[1, 3])  # the layer has three experts
 
 
-@pytest.mark.parametrize("windows", [1, 2, 30])
+@pytest.mark.parametrize("windows", [1, 30])
 def test_report_draws_a_run_again(tmp_path, capsys, windows):
     record_of(windows).write(str(tmp_path))
     assert cli.main(["report", str(tmp_path)]) == 0
