@@ -259,18 +259,22 @@ class SetUp:
         reshard(trainer.model)
         optimizer = make()
         refuse_foreign_parameters(optimizer, trainer.model)
+        trainer._routers.give_rates(optimizer, was_given=isinstance(given, torch.optim.Optimizer))
         return in_one_pass(optimizer, self.config.optim_implementation, is_given=given is not None)
 
     def finish(self, trainer: Any) -> None:
         """Put in the LM head and what watches calls and steps, warm up communicators, say on rank 0 what was done."""
         config, model = self.config, trainer.model
-        head = self.head.install(trainer)
+        head, notes = self.head.install(trainer), trainer._routers.install()
         if self.report is not None and head is not None:
             self.report.notes.append(head)
+        if self.report is not None:
+            self.report.notes += notes
         if self.parallel_state is not None:
             refuse_unsharded(model, self.report is not None)
             refuse_resizing(model)
             collective_calls.install(trainer)
+            trainer.add_callback(trainer._hang)
             reshard(model)  # log-probabilities computed ahead have left the root whole
             grad_norm.warm_up(model)
             if trainer.args.enable_jit_checkpoint:
