@@ -155,6 +155,8 @@ class Watcher:
     def _left(self, key: str, message: str) -> None:
         """Return when no rank needs the store any more, which this process may serve, or after a while."""
         self.store.add(key, 1)
+        if self.store.check(["verdict"]):
+            return  # what the others hear already is why this rank leaves
         if self._until(lambda: self.store.add(key, 0) >= world_size(), TOGETHER):
             return
         print(f"[hf_fsdpturbo] {message}", file=sys.stderr, flush=True)
