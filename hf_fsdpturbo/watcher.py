@@ -6,18 +6,21 @@ another name, or its main thread has sat in a collective since we wait, which ca
 is named with the ranks that made it and those that did not; ranks that wait here raise, ranks that sit in a collective
 are ended by their watcher, a daemon thread.
 
+A rank that leaves training with an error of its own says so too: the others raise or are ended with its message.
+
 All of it goes through the default store of torch.distributed, on a connection of its own. Nothing is done in a step: a
 watcher asks the store once in ``POLL`` seconds whether anybody waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +35,8 @@ GONE = 45.0
 """Seconds without a heartbeat. Some calls hold Python's lock for long, such as writing a large safetensors file."""
 GOODBYE = 10.0
 """Seconds that a rank which raises leaves the others to end: it may be the one that serves the store."""
+TOGETHER = 2.0
+"""Seconds between ranks that leave with one error, which all of them have."""
 
 _watcher: Watcher | None = None
 
@@ -71,7 +76,7 @@ class Watcher:
         self.store = dist.PrefixStore("hf_fsdpturbo", store.clone())  # for the main thread
         self.answers = dist.PrefixStore("hf_fsdpturbo", store.clone())  # for the watcher's
         self.each_poll: list[Callable[[Any], None]] = []
-        self.calls = 0
+        self.calls = self.runs = 0
         self.beats = 0
         self.place: tuple[Any, float] = (None, time.monotonic())
         threading.Thread(target=self._watch, name="hf_fsdpturbo watcher", daemon=True).start()
@@ -127,6 +132,38 @@ class Watcher:
         time.sleep(min(GOODBYE, 2.5 * POLL))
         raise ValueError(message)
 
+    @contextlib.contextmanager
+    def leaving_together(self) -> Iterator[None]:
+        """Round what all ranks do together: an error of some of them only ends the others too, within a minute."""
+        self.runs += 1
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(RuntimeError, dist.DistError):  # the store is gone: so is its rank
+                self._left(f"left/{self.runs}", f"rank {rank()} left training with {type(error).__name__}: {error}")
+            raise
+
+    def _left(self, key: str, message: str) -> None:
+        """Return when no rank needs the store any more, which this process may serve, or after a while."""
+        self.store.add(key, 1)
+        if self.store.check(["verdict"]):
+            return  # what the others hear already is why this rank leaves
+        if self._until(lambda: self.store.add(key, 0) >= world_size(), TOGETHER):
+            return
+        print(f"[hf_fsdpturbo] {message}", file=sys.stderr, flush=True)
+        self.store.set("verdict", message)
+        self.store.add("asking", 1)
+        self._until(lambda: self.store.add(key, 0) + self.store.add("ended", 0) >= world_size(), SITS + 5 * POLL)
+        if self.store.add(key, 0) >= world_size():  # all have raised, and may go on
+            self.store.delete_key("verdict")
+            self.store.add("asking", -1)
+
+    def _until(self, reached: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not (there := reached()) and time.monotonic() < end:
+            time.sleep(0.02)
+        return there
+
     # The thread
 
     def _watch(self) -> None:
@@ -150,6 +187,7 @@ class Watcher:
         if self.answers.check(["verdict"]) and sits is not None:
             message = self.answers.get("verdict").decode()
             print(f"[hf_fsdpturbo] rank {rank()} is ended: {message}", file=sys.stderr, flush=True)
+            self.answers.add("ended", 1)
             os._exit(1)
 
     def _sits(self) -> str | None:
