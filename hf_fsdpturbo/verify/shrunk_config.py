@@ -73,9 +73,9 @@ def shrunk(
     Args:
         config: a ``PretrainedConfig``; it stays as it is.
         rules: sizes for a config, called for it and for each below it. Zeros, None and booleans stay what they are.
-        given: fields that go before the rules; ``sub.field`` reaches into a sub-config, ``...`` drops what a rule says.
-        keep_dense: keep a dense and a sparse layer of each kind where dense layers come first, and correct their
-            number.
+        given: fields that go before the rules; ``sub.field`` reaches into a sub-config, ``...`` drops what a rule
+            says.
+        keep_dense: dense layers that come first, or that a list of layer numbers tells from others, are kinds too.
         prefix: where ``config`` stands in ``given``.
 
     Raises:
@@ -135,16 +135,30 @@ def _few_layers(config: Any, keep_dense: bool) -> dict[str, Any]:
         for name, value in vars(config).items()
         if isinstance(value, (list, tuple)) and len(value) == total and not name.startswith("_")
     }
+    members = _members(config, total) if keep_dense else {}
+    lists = {name: value for name, value in lists.items() if name not in members}
     field = next((name for name in DENSE_FIRST if keep_dense and isinstance(vars(config).get(name), int)), None)
     dense = vars(config)[field] if field is not None else 0
     kept: dict[tuple[Any, ...], int] = {}
     for layer in range(total):
         kinds = tuple(str(value[layer]) for value in lists.values() if isinstance(value[layer], str))
-        kept.setdefault((layer < dense, *kinds), layer)
+        kept.setdefault((layer < dense, *(layer in value for value in members.values()), *kinds), layer)
     layers = sorted(kept.values())
     while len(layers) < min(FEWEST_LAYERS, total):
         layers.append(layers[-1])
     cut = {name: [value[layer] for layer in layers] for name, value in lists.items()}
+    cut |= {name: [place for place, layer in enumerate(layers) if layer in value] for name, value in members.items()}
     if field is not None:
         cut[field] = sum(layer < dense for layer in layers)
     return {"num_hidden_layers": len(layers), **cut}
+
+
+def _members(config: Any, total: int) -> dict[str, set[int]]:
+    """Lists of layer numbers (``mlp_only_layers``, ``moe_layers``), as sets."""
+    found = {}
+    for name, value in vars(config).items():
+        if isinstance(value, (list, tuple)) and value and re.fullmatch(r".*layers?(_ids|_indices)?", name):
+            if all(isinstance(n, int) and not isinstance(n, bool) for n in value) and set(value) <= set(range(total)):
+                if len(set(value)) == len(value):
+                    found[name] = set(value)
+    return found
