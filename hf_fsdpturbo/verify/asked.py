@@ -40,7 +40,7 @@ DIST = (
     "fsdp_implementation",
     "ep_backend",
 )
-"""Keys of ``dist_config`` that are carried: sizes are the layout's, ``param_storage_dtype`` belongs to the bf16 run."""
+"""Keys of ``dist_config`` that are carried: sizes are the layout's, the storage dtype belongs to the bf16 run."""
 LORA = (
     "use_peft",
     "lora_r",

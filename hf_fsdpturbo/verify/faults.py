@@ -6,13 +6,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from hf_fsdpturbo.model_spec import find_experts
 from hf_fsdpturbo.verify.small_model import SmallModel
+
+if TYPE_CHECKING:  # the names of faults are asked for before anything heavy is imported
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,8 @@ def _base(trainer: Any) -> Any:
 
 
 def _experts(trainer: Any) -> list[Any]:
+    from hf_fsdpturbo.model_spec import find_experts
+
     return list(find_experts(_base(trainer), 1).values())
 
 
@@ -59,6 +60,8 @@ def _double_expert_gradients(trainer: Any) -> None:
 
 
 def _swap_experts(trainer: Any) -> None:
+    import torch
+
     with torch.no_grad():
         for parameter in _experts(trainer)[0].parameters():
             local = _local(parameter)
@@ -68,7 +71,7 @@ def _swap_experts(trainer: Any) -> None:
 
 def _drop_token(trainer: Any) -> None:
     def drop(module: Any, args: Any, output: Any) -> Any:
-        kept = torch.ones(output.shape[:-1], dtype=output.dtype, device=output.device)
+        kept = output.new_ones(output.shape[:-1])
         kept.view(-1)[0] = 0.0
         return output * kept.unsqueeze(-1)
 
@@ -104,6 +107,8 @@ def _recompute_otherwise(trainer: Any) -> None:
 
 
 def _leak_documents(trainer: Any) -> None:
+    import torch
+
     loss = trainer.compute_loss
 
     def leaking(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +166,7 @@ def exchange_in_file(saved: str) -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    "expert_gradients_doubled": Fault("gradients", "train", "as where ep == dp and nobody divides", _double_expert_gradients),  # fmt: skip  # noqa: E501
+    "expert_gradients_doubled": Fault("gradients", "train", "nobody divides by ep", _double_expert_gradients),
     "experts_swapped": Fault("loaded", "train", "two experts of a rank change places after loading", _swap_experts),
     "token_dropped": Fault("loss", "train", "the experts of one layer forget a token", _drop_token),
     "norm_counted_twice": Fault("norm", "train", "replicas count as shards", _count_norm_twice),

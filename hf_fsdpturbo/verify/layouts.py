@@ -65,7 +65,8 @@ def read_layout(text: str) -> Layout:
         if match is None or match[1] in sizes:
             raise ValueError(
                 f"{text!r} is no layout: write {', '.join(f'{axis}N' for axis in AXES)}, each at most once, with _ "
-                "between (ep2, ep2_efsdp2, ep2_cp2, ep2_efsdp2_hsdp2). hsdp divides the ranks, the others multiply to them."
+                "between (ep2, ep2_efsdp2, ep2_cp2, ep2_efsdp2_hsdp2). hsdp divides the ranks, the others multiply to "
+                "them."
             )
         sizes[match[1]] = int(match[2])
     return Layout(**sizes).check()

@@ -1,12 +1,13 @@
 """The order of a proof: the small model, ranks, one plain process on their micro-batches, another layout, verdicts.
 
-    ranks  train (saves a checkpoint and the model) | recompute | packing | bf16
-    plain  the same micro-batches | once more half an ulp away | what was saved, read back
-    ranks  resume: the checkpoint at another layout
+ranks  train (saves a checkpoint and the model) | recompute | packing | bf16
+plain  the same micro-batches | once more half an ulp away | what was saved, read back
+ranks  resume: the checkpoint at another layout
 """
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -28,9 +29,10 @@ from hf_fsdpturbo.verify.runs import (
     make_trainer,
     on_ranks,
     read_back,
+    read_plainly,
     runs,
 )
-from hf_fsdpturbo.verify.small_model import SmallModel, few_heads, read_config, save_small, small_config
+from hf_fsdpturbo.verify.small_model import SmallModel, read_config, save_small, small_config
 from hf_fsdpturbo.verify.verdicts import DIFFERS, NOT_RUN, Verdict
 
 MODEL_ROWS = ("loaded", "loss", "gradients", "norm", "weights")
@@ -68,7 +70,14 @@ class Proof:
         self.small = save_small(small_config(whole, max(sizes), asked.layout.cp), whole, self.folder / "model")
         if asked.fault is not None:
             check_fault(asked.fault, self.small)
+        read_plainly(self.small, self.small.folder)  # also what ranks would each build: tables of conversions
+        gc.collect()
+        gc.freeze()  # else the first collection of each rank visits, and so copies, everything that is here
         return self.small
+
+    def routing(self) -> str:
+        """How mixed the routing of the plain run was."""
+        return verdicts.reached(self._plain[0] if self._plain else Record(), self.small.experts)
 
     def prove(self) -> list[Verdict]:
         """All runs; a run that fails is a red row, and the others go on."""
@@ -137,7 +146,9 @@ class Proof:
         self.rows.append(verdicts.loaded(ours, plain))
         self.rows += verdicts.trained(ours, plain, moved, CLIP)
         try:
-            (read,) = self._alone([lambda: read_back(self.asked, self.small, saved, batches[0], self.cpu)], "read back")
+            (read,) = self._alone(
+                [lambda: read_back(self.asked, self.small, saved, batches[0], self.cpu)], "read back"
+            )
             self.rows.append(verdicts.saved_file(read, plain, moved))
         except ProcessFailed as error:
             self._failed(("saved file",), error)
@@ -182,14 +193,6 @@ class Proof:
             return self._failed((row,), error)
         parts = verdicts.resumed(found[0], *self._plain, SAVED_AT)
         self.rows.append(verdicts.together(row, parts))
-
-
-def check_before(asked: Asked) -> None:
-    """What the sizes say without a model: heads and cp_size. Raises ValueError."""
-    config = read_config(asked.values, asked.model)
-    heads, _ = few_heads(config.get_text_config(), asked.layout.cp)
-    if heads % asked.layout.cp:
-        raise ValueError(f"cp_size ({asked.layout.cp}) must divide the attention heads of MODEL {asked.model}.")
 
 
 def begin(asked: Asked, tell: Callable[[str], None]) -> tuple[Proof, str]:

@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_fsdpturbo.lora.adapter import with_adapter_files
 from hf_fsdpturbo.verify.asked import Asked
 from hf_fsdpturbo.verify.layouts import Layout
 from hf_fsdpturbo.verify.recording import Batch, Record, recording, whole_parameters
 from hf_fsdpturbo.verify.shrunk_config import LAST_IDS, VOCAB
-from hf_fsdpturbo.verify.small_model import SmallModel
+from hf_fsdpturbo.verify.small_model import SmallModel, small_tokenizer
 
 ROWS, SHORTEST, LONGEST, PACKED = 2, 8, 40, 64
 CLIP = 0.25  # below the norms of small models, so that clipping acts
@@ -103,9 +104,9 @@ def make_trainer(
         arguments["gradient_accumulation_steps"] *= dp
     arguments["model_init_kwargs"] = {"dtype": run.storage, "attn_implementation": asked.attention}
     owner, prefix = (trl, "") if layout is None else (hf_fsdpturbo, "FSDPTurbo")
-    data = samples(ROWS * arguments["gradient_accumulation_steps"] * (dp if layout else 1) * (run.steps + 3))
-    from hf_fsdpturbo.verify.small_model import small_tokenizer
-
+    data = samples(
+        ROWS * arguments["gradient_accumulation_steps"] * (dp if layout else 1) * (SAVED_AT + 4)
+    )  # runs of one length share their batches
     return recording(getattr(owner, f"{prefix}SFTTrainer"))(
         model=small.folder,
         args=getattr(owner, f"{prefix}SFTConfig")(**{**arguments, **own}),
@@ -173,19 +174,23 @@ def loss_of(model: Any, batch: Batch) -> float:
 def read_back(asked: Asked, small: SmallModel, saved: str, batch: Batch, cpu: bool) -> Record:
     """What plain Transformers (and plain PEFT) reads from the folder that ranks saved."""
     import torch
-    import transformers
 
-    base = small.folder if asked.lora else saved
-    model = getattr(transformers, small.architecture).from_pretrained(base, dtype=torch.float32)
+    model = read_plainly(small, small.folder if asked.lora else saved)
     if asked.lora:
-        import importlib
-
-        model = importlib.import_module("peft").PeftModel.from_pretrained(model, saved)
+        model = with_adapter_files(model, saved)
     if not cpu:
         model = model.to(torch.accelerator.current_accelerator())
     record = Record(weights=whole_parameters(model))
     record.extra["loss of the end"] = loss_of(model, batch)
     return record
+
+
+def read_plainly(small: SmallModel, folder: str) -> Any:
+    """The model of a folder, by plain Transformers."""
+    import torch
+    import transformers
+
+    return getattr(transformers, small.architecture).from_pretrained(folder, dtype=torch.float32)
 
 
 def in_peft_layout(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

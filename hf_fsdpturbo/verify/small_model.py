@@ -89,8 +89,25 @@ def _short(error: BaseException) -> str:
 
 
 def _first(config: Any, names: tuple[str, ...], default: int) -> int:
-    found = (vars(config).get(name) for name in names)
-    return next((value for value in found if isinstance(value, int) and value > 0), default)
+    found = (getattr(config, name, None) for name in names)
+    return next((_largest(value) for value in found if _largest(value) > 0), default)
+
+
+def check_has_experts(config: Any, model: str) -> None:
+    """Raise ValueError for a config without experts: nothing is built for it."""
+    if not any(_first(one, EXPERT_FIELDS, 0) for one in _with_subs(config)):
+        raise ValueError(f"MODEL {model!r} ({config.model_type}) has no MoE layers, and verify is for MoE models.")
+
+
+def _with_subs(config: Any) -> list[Any]:
+    subs = [value for value in vars(config).values() if hasattr(value, "model_type") and hasattr(value, "to_dict")]
+    return [config, *(inner for sub in subs for inner in _with_subs(sub))]
+
+
+def _largest(value: Any) -> int:
+    """The number, or the largest of a list of them; 0 for anything else."""
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    return max((n for n in numbers if isinstance(n, int) and not isinstance(n, bool)), default=0)
 
 
 def few_experts(config: Any, ep_size: int) -> int:
