@@ -7,6 +7,7 @@ ranks  resume: the checkpoint at another layout
 
 from __future__ import annotations
 
+import functools
 import gc
 import shutil
 import tempfile
@@ -16,7 +17,7 @@ from typing import Any
 
 from hf_fsdpturbo.verify import verdicts
 from hf_fsdpturbo.verify.asked import Asked
-from hf_fsdpturbo.verify.faults import after_save, check_fault, put_in
+from hf_fsdpturbo.verify.faults import FAULTS, after_save, check_fault, put_in
 from hf_fsdpturbo.verify.layouts import Layout, another
 from hf_fsdpturbo.verify.processes import ProcessFailed, launch, number
 from hf_fsdpturbo.verify.recording import Batch, Record, merge_batches
@@ -31,6 +32,7 @@ from hf_fsdpturbo.verify.runs import (
     read_back,
     read_plainly,
     runs,
+    unpacked,
 )
 from hf_fsdpturbo.verify.small_model import SmallModel, read_config, save_small, small_config
 from hf_fsdpturbo.verify.verdicts import DIFFERS, NOT_RUN, Verdict
@@ -80,16 +82,20 @@ class Proof:
         return verdicts.reached(self._plain[0] if self._plain else Record(), self.small.experts)
 
     def prove(self) -> list[Verdict]:
-        """All runs; a run that fails is a red row, and the others go on."""
+        """All runs (with a fault the one that it belongs to); one that fails is a red row, and the others go on."""
         try:
             self._train()
-            for name in [name for name in self.runs if name not in ("train", "resume")]:
-                self._once_more(name)
-            self._resume()
+            for name in self._wanted():
+                self._resume() if name == "resume" else self._once_more(name)
         finally:
             if self.asked.folder is None:
                 shutil.rmtree(self.folder, ignore_errors=True)
         return self.rows
+
+    def _wanted(self) -> list[str]:
+        """Runs after the first: all, and with a fault only the one that it belongs to."""
+        others = [name for name in ("recompute", "packing", "bf16", "resume") if name in self.runs]
+        return [name for name in others if self.asked.fault is None or FAULTS[self.asked.fault].run == name]
 
     def _launch(self, work: Callable[[], Any], world: int, *, alone: bool = False) -> list[Any]:
         self._launches += 1
@@ -146,9 +152,8 @@ class Proof:
         self.rows.append(verdicts.loaded(ours, plain))
         self.rows += verdicts.trained(ours, plain, moved, CLIP)
         try:
-            (read,) = self._alone(
-                [lambda: read_back(self.asked, self.small, saved, batches[0], self.cpu)], "read back"
-            )
+            job = functools.partial(read_back, self.asked, self.small, saved, batches[0], self.cpu)
+            (read,) = self._alone([job], "read back")
             self.rows.append(verdicts.saved_file(read, plain, moved))
         except ProcessFailed as error:
             self._failed(("saved file",), error)
@@ -168,11 +173,7 @@ class Proof:
                 plain, moved = self._plain
                 self.rows.append(verdicts.gradients(row, ours, plain, moved, CLIP))
                 return
-            run, batches = self.runs[name], self._batches(name)
-            jobs = [self._reference(run, batches)]
-            if name == "packing":
-                jobs.append(self._reference(run, batches, moved=True))
-            plain, *others = self._alone(jobs, name)
+            plain, *others = self._references(name)
         except ProcessFailed as error:
             return self._failed((row,), error)
         if name == "bf16":
@@ -180,6 +181,19 @@ class Proof:
         else:
             parts = list(verdicts.trained(ours, plain, others[0], CLIP))
             self.rows.append(verdicts.together(row, parts))
+
+    def _references(self, name: str) -> list[Record]:
+        """Plain runs on the micro-batches of ``name``; with documents one a row where the plain model packs none."""
+        run, batches = self.runs[name], self._batches(name)
+        if name != "packing":
+            return self._alone([self._reference(run, batches)], name)
+        jobs = [self._reference(run, batches), self._reference(run, batches, moved=True)]
+        try:
+            return self._alone(jobs, name)
+        except ProcessFailed:
+            rows = [unpacked(batch) for batch in batches]
+            jobs = [self._reference(run, rows), self._reference(run, rows, moved=True)]
+            return self._alone(jobs, "packing, a document a row")
 
     def _resume(self) -> None:
         layout = another(self.asked.layout)

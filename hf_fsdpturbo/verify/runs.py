@@ -14,10 +14,11 @@ from hf_fsdpturbo.lora.adapter import with_adapter_files
 from hf_fsdpturbo.verify.asked import Asked
 from hf_fsdpturbo.verify.layouts import Layout
 from hf_fsdpturbo.verify.recording import Batch, Record, recording, whole_parameters
-from hf_fsdpturbo.verify.shrunk_config import LAST_IDS, VOCAB
+from hf_fsdpturbo.verify.shrunk_config import LAST_IDS, SPECIAL, VOCAB
 from hf_fsdpturbo.verify.small_model import SmallModel, small_tokenizer
 
 ROWS, SHORTEST, LONGEST, PACKED = 2, 8, 40, 64
+PAD = SPECIAL.index("pad_token_id")
 CLIP = 0.25  # below the norms of small models, so that clipping acts
 COMMON: dict[str, Any] = {
     "per_device_train_batch_size": ROWS,
@@ -104,9 +105,8 @@ def make_trainer(
         arguments["gradient_accumulation_steps"] *= dp
     arguments["model_init_kwargs"] = {"dtype": run.storage, "attn_implementation": asked.attention}
     owner, prefix = (trl, "") if layout is None else (hf_fsdpturbo, "FSDPTurbo")
-    data = samples(
-        ROWS * arguments["gradient_accumulation_steps"] * (dp if layout else 1) * (SAVED_AT + 4)
-    )  # runs of one length share their batches
+    micro_batches = arguments["gradient_accumulation_steps"] * (1 if layout is None else dp)
+    data = samples(ROWS * micro_batches * (SAVED_AT + 4))  # as many in every run: then they share their first batches
     return recording(getattr(owner, f"{prefix}SFTTrainer"))(
         model=small.folder,
         args=getattr(owner, f"{prefix}SFTConfig")(**{**arguments, **own}),
@@ -159,6 +159,27 @@ def in_one_process(trainer: Any, batches: list[Batch], *, moved: bool = False) -
     record: Record = trainer.finish_record()
     record.extra["loss of the end"] = loss_of(trainer.model, batches[0])
     return record
+
+
+def unpacked(batch: Batch) -> Batch:
+    """The documents of a packed micro-batch, one a row: the same tokens, for models whose plain form packs none.
+
+    Args:
+        batch: ``input_ids``, ``labels``, ``position_ids``, each ``[rows, length]``; a document begins at position 0.
+    """
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    ids, labels = [], []
+    for row, targets, places in zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True):
+        ends = [*(places == 0).nonzero().flatten().tolist(), len(places)]
+        for start, end in zip(ends, ends[1:], strict=False):
+            if bool((row[start:end] != PAD).any()):
+                ids.append(row[start:end])
+                labels.append(targets[start:end])
+    masks = [torch.ones_like(one) for one in ids]
+    fill = {"input_ids": (ids, PAD), "labels": (labels, -100), "attention_mask": (masks, 0)}
+    return {name: pad_sequence(rows, True, value) for name, (rows, value) in fill.items()}
 
 
 def loss_of(model: Any, batch: Batch) -> float:

@@ -1,4 +1,4 @@
-"""The small copy of a user's model: the same class, every kind of layer, heads as they are, few experts, no weights."""
+"""The small copy of a user's model: the same class, every kind of layer, heads as they are, few experts."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def few_experts(config: Any, ep_size: int) -> int:
 
 
 def few_heads(config: Any, cp_size: int) -> tuple[int, int]:
-    """``(attention heads, key-value heads)``: few, grouped where the model's are, related to cp_size as the model's."""
+    """``(attention heads, key-value heads)``: few, grouped where the model's are, enough for cp_size."""
     heads = _first(config, ("num_attention_heads",), 4)
     kv_heads = _first(config, ("num_key_value_heads",), heads)
     if kv_heads >= heads:
@@ -222,7 +222,7 @@ def architecture(config: Any) -> str:
 
 
 def layer_kinds(model: Any) -> set[tuple[Any, ...]]:
-    """What tells decoder layers apart: names and classes of their parts (single experts aside), and their attention."""
+    """What tells decoder layers apart: names and classes of their parts (not of single experts), and attention."""
     from hf_fsdpturbo.sharding.outer_fsdp import decoder_layers
 
     return {(_parts(layer), _attention(layer)) for layer in decoder_layers(model)}
