@@ -44,12 +44,11 @@ def make_parser() -> OneLineParser:
         "something differs, 2: wrong input.",
         usage=f"{PROG} [MODEL] [--config YAML] [--accelerate_config NAME|PATH] [options] [arguments of sft]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="faults to inject, and the row that shows each:\n"
+        epilog="MODEL (first, or model_name_or_path of --config): a shipped name (hf-fsdpturbo plan --help), a "
+        "config.json,\na folder, or a Hub id in the cache.\n\nfaults to inject, and the row that shows each:\n"
         + "\n".join(f"  {name:<24} {fault.row:<10} {fault.text}" for name, fault in FAULTS.items()),
     )
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="a shipped name (hf-fsdpturbo plan --help), config.json, folder, "
-        "or a Hub id in the cache; default: model_name_or_path of --config")  # fmt: skip
     add("--config", metavar="YAML", help="the recipe's YAML")
     add("--accelerate_config", "--accelerate-config", type=launch_file, metavar="NAME|PATH",
         help="the launch file: a shipped name or a file")  # fmt: skip
@@ -65,9 +64,18 @@ def make_parser() -> OneLineParser:
     return parser
 
 
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options with ``model`` (the first word, where it is no option), and the recipe's arguments."""
+    words = list(argv)
+    model = words.pop(0) if words and not words[0].startswith("-") else None
+    options, rest = make_parser().parse_known_args(words)
+    options.model = model
+    return options, rest
+
+
 def main(argv: Sequence[str]) -> int:
     """Check the words, prove, print the table; 0 exact, 1 differs; leaves with 2 for wrong input."""
-    options, words = make_parser().parse_known_args(list(argv))
+    options, words = parse(argv)
     started = time.monotonic()
     try:
         asked = _asked(options, words)
@@ -78,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     head = [
         f"{asked.model}: {small.architecture} with {small.sizes}, {small.kinds}; weights drawn, float32",
         f"layout {asked.layout.name}: {asked.layout.world} ranks on {devices}, against one process of plain TRL"
-        + (f"; yours is {asked.users.name}" if asked.users != asked.layout else ""),
+        + (f"; yours is {asked.users.name}" if asked.users not in (asked.layout, Layout()) else ""),
         *(f"note: {note}" for note in asked.notes),
     ]
     print("\n".join(head), file=sys.stderr if options.json else sys.stdout, flush=True)
@@ -137,6 +145,8 @@ def _asked(options: argparse.Namespace, words: list[str]) -> Asked:
     values = read_values(str(model))
     given, processes = _given(options, words, recipe)
     users = users_layout(options.nproc or processes, {name: given.get(name) for name in SIZES})
+    if options.full and users.world == 1:
+        raise ValueError("--full: nothing says what your layout is: give --accelerate_config, --nproc or sizes.")
     layout = options.layout or (on_few_ranks(users) if options.full else on_two_ranks(users))
     for ep_size in (users.ep, layout.ep):
         check_experts(values, str(model), ep_size)

@@ -79,7 +79,13 @@ def _drop_token(trainer: Any) -> None:
 
 
 def _count_norm_twice(trainer: Any) -> None:
-    _wrap_clip(trainer, lambda: None, lambda norm: norm * 2.0**0.5)
+    def twice(norm: Any) -> Any:
+        for parameter in trainer.model.parameters():
+            if parameter.grad is not None:
+                _local(parameter.grad).mul_(2.0**-0.5)  # what clipping by such a norm leaves
+        return norm * 2.0**0.5
+
+    _wrap_clip(trainer, lambda: None, twice)
 
 
 def _lose_aux_loss(trainer: Any) -> None:
@@ -168,7 +174,7 @@ def exchange_in_file(saved: str) -> None:
 FAULTS: dict[str, Fault] = {
     "expert_gradients_doubled": Fault("gradients", "train", "nobody divides by ep", _double_expert_gradients),
     "experts_swapped": Fault("loaded", "train", "two experts of a rank change places after loading", _swap_experts),
-    "token_dropped": Fault("loss", "train", "the experts of one layer forget a token", _drop_token),
+    "token_dropped": Fault("gradients", "train", "the experts of one layer forget a token", _drop_token),
     "norm_counted_twice": Fault("norm", "train", "replicas count as shards", _count_norm_twice),
     "aux_loss_lost": Fault("loss", "train", "the router's loss is not added", _lose_aux_loss),
     "recompute_differs": Fault("recompute", "recompute", "the second forward sees other tokens", _recompute_otherwise),

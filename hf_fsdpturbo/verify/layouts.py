@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hf_fsdpturbo.topology import Topology, positive
@@ -72,7 +73,7 @@ def read_layout(text: str) -> Layout:
     return Layout(**sizes).check()
 
 
-def users_layout(world: int | None, sizes: dict[str, int]) -> Layout:
+def users_layout(world: int | None, sizes: Mapping[str, int | None]) -> Layout:
     """The layout of the user's run.
 
     Args:

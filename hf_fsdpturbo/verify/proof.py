@@ -205,7 +205,8 @@ class Proof:
             found = self._ranks("resume", layout, resume=checkpoint(self.folder / "run_train"))
         except ProcessFailed as error:
             return self._failed((row,), error)
-        parts = verdicts.resumed(found[0], *self._plain, SAVED_AT)
+        plain, moved = self._plain
+        parts = verdicts.resumed(found[0], plain, moved, SAVED_AT)
         self.rows.append(verdicts.together(row, parts))
 
 

@@ -85,7 +85,8 @@ def recording(trainer_class: type) -> type:
             if self.replay is None:
                 return super().get_train_dataloader()
             copies = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in b.items()} for b in self.replay]
-            return torch.utils.data.DataLoader(copies, batch_size=None, shuffle=False)
+            batches: Any = copies  # a list will do
+            return torch.utils.data.DataLoader(batches, batch_size=None, shuffle=False)
 
         def finish_record(self) -> Record:
             record = self.record

@@ -146,7 +146,7 @@ def _few_layers(config: Any, keep_dense: bool) -> dict[str, Any]:
     layers = sorted(kept.values())
     while len(layers) < min(FEWEST_LAYERS, total):
         layers.append(layers[-1])
-    cut = {name: [value[layer] for layer in layers] for name, value in lists.items()}
+    cut: dict[str, Any] = {name: [value[layer] for layer in layers] for name, value in lists.items()}
     cut |= {name: [place for place, layer in enumerate(layers) if layer in value] for name, value in members.items()}
     if field is not None:
         cut[field] = sum(layer < dense for layer in layers)
