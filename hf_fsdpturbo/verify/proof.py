@@ -34,7 +34,8 @@ from hf_fsdpturbo.verify.runs import (
     runs,
     unpacked,
 )
-from hf_fsdpturbo.verify.small_model import SmallModel, read_config, save_small, small_config
+from hf_fsdpturbo.verify.small_model import SmallModel, save_small, small_config
+from hf_fsdpturbo.verify.users_config import read_config
 from hf_fsdpturbo.verify.verdicts import DIFFERS, NOT_RUN, Verdict
 
 MODEL_ROWS = ("loaded", "loss", "gradients", "norm", "weights")

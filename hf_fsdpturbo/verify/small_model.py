@@ -7,108 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_fsdpturbo.bounded import parse_json, read_text
-from hf_fsdpturbo.plan.released import released_file
 from hf_fsdpturbo.verify.shrunk_config import SPECIAL, VOCAB, Rules, shrunk, size_rules
+from hf_fsdpturbo.verify.users_config import REFUSALS, architecture, first_of, short
 
 HIDDEN, FFN = 64, 48  # unequal, with their sums and multiples, so that a swapped dim is seen; 16 ranks divide both
 AUX_LOSS = 0.05  # the usual 0.001 would hide a wrong factor below the tolerance
-EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 GROUP_FIELDS = ("n_group", "num_expert_group")
-LARGEST_HEADS = 2
+FEW_HEADS = 2
 LOUDER = 3.0  # experts as drawn add so little to the stream that a loss hardly tells one from another
-
-
-def read_values(model: str) -> dict[str, Any]:
-    """``config.json`` as it is, without Transformers: of a shipped name, a file, a folder or a Hub id in the cache.
-
-    Raises:
-        ValueError: ``MODEL`` is none of these.
-    """
-    path = released_file(model) or Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    elif not path.is_file() and model.count("/") == 1:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            path = Path(str(try_to_load_from_cache(model, "config.json")))
-        except HFValidationError:
-            pass  # no Hub id: said below
-    if not path.is_file():
-        raise ValueError(
-            f"MODEL {model!r} is no shipped name (hf-fsdpturbo plan --help lists them), config.json, folder with one, "
-            "or Hub id in the cache."
-        )
-    values = parse_json(read_text(str(path)), str(path))
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise ValueError(f"MODEL {model!r}: {path} holds no model_type. Give the config.json of a model.")
-    return values
-
-
-def check_experts(values: dict[str, Any], model: str, ep_size: int) -> None:
-    """What the numbers of a ``config.json`` say: there are experts, and ``ep_size`` divides them.
-
-    Experts that the file leaves to the class's default are looked at later, in the config that Transformers makes.
-
-    Raises:
-        ValueError: naming ``ep_size`` or ``MODEL``.
-    """
-    counts = {name: v for name, v in _text_values(values).items() if name in EXPERT_FIELDS and isinstance(v, int)}
-    for name, count in counts.items():
-        if count > 1 and count % ep_size:
-            raise ValueError(
-                f"ep_size ({ep_size}) must divide {name} ({count}) of MODEL {model}. Choose an ep_size that does."
-            )
-
-
-def _text_values(values: dict[str, Any]) -> dict[str, Any]:
-    text = values.get("text_config")
-    return {**values, **text} if isinstance(text, dict) else values
-
-
-def read_config(values: dict[str, Any], model: str) -> Any:
-    """The config of Transformers.
-
-    Raises:
-        ValueError: Transformers does not know the model type, or refuses its values.
-    """
-    from transformers import AutoConfig
-
-    rest = {name: value for name, value in values.items() if name not in ("model_type", "quantization_config")}
-    try:
-        return AutoConfig.for_model(values["model_type"], **rest)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"MODEL {model!r}: Transformers makes no config of it ({_short(error)}).") from None
-
-
-def _short(error: BaseException) -> str:
-    text = (str(error).strip() or repr(error)).splitlines()[0]
-    return f"{type(error).__name__}: {text[:160]}"
-
-
-def _first(config: Any, names: tuple[str, ...], default: int) -> int:
-    found = (getattr(config, name, None) for name in names)
-    return next((_largest(value) for value in found if _largest(value) > 0), default)
-
-
-def check_has_experts(config: Any, model: str) -> None:
-    """Raise ValueError for a config without experts: nothing is built for it."""
-    if not any(_first(one, EXPERT_FIELDS, 0) for one in _with_subs(config)):
-        raise ValueError(f"MODEL {model!r} ({config.model_type}) has no MoE layers, and verify is for MoE models.")
-
-
-def _with_subs(config: Any) -> list[Any]:
-    subs = [value for value in vars(config).values() if hasattr(value, "model_type") and hasattr(value, "to_dict")]
-    return [config, *(inner for sub in subs for inner in _with_subs(sub))]
-
-
-def _largest(value: Any) -> int:
-    """The number, or the largest of a list of them; 0 for anything else."""
-    numbers = value if isinstance(value, (list, tuple)) else [value]
-    return max((n for n in numbers if isinstance(n, int) and not isinstance(n, bool)), default=0)
 
 
 def few_experts(config: Any, ep_size: int) -> int:
@@ -121,8 +28,8 @@ def few_experts(config: Any, ep_size: int) -> int:
         config: the text model's.
         ep_size: ranks that share them.
     """
-    top_k = _first(config, TOP_K_FIELDS, 2)
-    groups, chosen = _first(config, GROUP_FIELDS, 1), _first(config, ("topk_group",), 1)
+    top_k = first_of(config, TOP_K_FIELDS, 2)
+    groups, chosen = first_of(config, GROUP_FIELDS, 1), first_of(config, ("topk_group",), 1)
     step = math.lcm(ep_size, groups)
     least = max(top_k + 1, 2 * ep_size)
     if groups > 1:
@@ -132,12 +39,12 @@ def few_experts(config: Any, ep_size: int) -> int:
 
 def few_heads(config: Any, cp_size: int) -> tuple[int, int]:
     """``(attention heads, key-value heads)``: few, grouped where the model's are, enough for cp_size."""
-    heads = _first(config, ("num_attention_heads",), 4)
-    kv_heads = _first(config, ("num_key_value_heads",), heads)
+    heads = first_of(config, ("num_attention_heads",), 4)
+    kv_heads = first_of(config, ("num_key_value_heads",), heads)
     if kv_heads >= heads:
-        few = min(heads, max(LARGEST_HEADS, cp_size))
+        few = min(heads, max(FEW_HEADS, cp_size))
         return few, few
-    few_kv = min(kv_heads, max(LARGEST_HEADS, cp_size))
+    few_kv = min(kv_heads, max(FEW_HEADS, cp_size))
     return few_kv * min(heads // kv_heads, max(2, math.ceil(cp_size / few_kv))), few_kv
 
 
@@ -153,12 +60,14 @@ def small_config(config: Any, ep_size: int, cp_size: int, given: dict[str, Any] 
     Raises:
         ValueError: the class refuses every such size.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     text = config.get_text_config()
     heads, kv_heads = few_heads(text, cp_size)
     head_dim = vars(text).get("head_dim") or vars(text).get("qk_nope_head_dim")
     own = vars(text).get("num_attention_heads")
     hidden = HIDDEN if head_dim or not own else heads * (text.hidden_size // own)
-    expand = _first(text, ("mamba_expand",), 2)
+    expand = first_of(text, ("mamba_expand",), 2)
 
     def rules(one: Any) -> Rules:
         is_text = one is text or one.get_text_config() is text
@@ -170,9 +79,9 @@ def small_config(config: Any, ep_size: int, cp_size: int, given: dict[str, Any] 
 
     try:
         small = shrunk(config, rules, given or {}, keep_dense=True)
-    except Exception as error:
+    except (*REFUSALS, StrictDataclassError) as error:
         raise ValueError(
-            f"MODEL: {type(config).__name__} takes no small sizes ({_short(error)}). Give a config.json of a small "
+            f"MODEL: {type(config).__name__} takes no small sizes ({short(error)}). Give a config.json of a small "
             "model of yours."
         ) from error
     inner = small.get_text_config()
@@ -200,26 +109,6 @@ class SmallModel:
     kinds: str
     experts: int
     has_aux_loss: bool
-
-
-def architecture(config: Any) -> str:
-    """Name of the class that is trained: what the config names, or the causal language model of its type.
-
-    Raises:
-        ValueError: Transformers has none.
-    """
-    import transformers
-    from transformers.models.auto import modeling_auto
-
-    named = next(iter(config.architectures or ()), None)
-    if named is None:
-        tables = ["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"]
-        for table in tables if config.get_text_config() is config else reversed(tables):
-            named = named or getattr(modeling_auto, table).get(config.model_type)
-    named = named[0] if isinstance(named, tuple) else named
-    if named is None or not hasattr(transformers, named):
-        raise ValueError(f"MODEL: Transformers has no causal language model {named or ''} for {config.model_type}.")
-    return named
 
 
 def layer_kinds(model: Any) -> set[tuple[Any, ...]]:
@@ -266,8 +155,8 @@ def save_small(config: Any, whole: Any, folder: Path, seed: int = 0) -> SmallMod
         model = random_weights(lambda: kind(config), seed)
         with torch.device("meta"):
             there = layer_kinds(kind(whole))
-    except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
-        raise ValueError(f"MODEL: Transformers builds no {name} of small sizes ({_short(error)}).") from error
+    except REFUSALS as error:
+        raise ValueError(f"MODEL: Transformers builds no {name} of small sizes ({short(error)}).") from error
     experts = find_experts(model, 1)
     if not experts:
         raise ValueError(

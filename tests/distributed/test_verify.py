@@ -1,4 +1,4 @@
-"""``hf-fsdpturbo verify`` itself on two ranks: exact, and red where a fault is put in; see the unit tests for its rows."""
+"""``hf-fsdpturbo verify`` itself on two ranks: exact, and red where a fault is put in."""
 
 from __future__ import annotations
 
