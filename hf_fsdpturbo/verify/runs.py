@@ -162,7 +162,7 @@ def in_one_process(trainer: Any, batches: list[Batch], *, moved: bool = False) -
 
 
 def unpacked(batch: Batch) -> Batch:
-    """The documents of a packed micro-batch, one a row: the same tokens, for models whose plain form packs none.
+    """The documents of a packed micro-batch, one a row: the same tokens and targets.
 
     Args:
         batch: ``input_ids``, ``labels``, ``position_ids``, each ``[rows, length]``; a document begins at position 0.
