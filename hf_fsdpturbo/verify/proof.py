@@ -120,7 +120,7 @@ class Proof:
         self.tell(f"{what}: {len(jobs)} plain process(es)")
         return self._launch(lambda: jobs[number()](), len(jobs), alone=True)
 
-    def _reference(self, run: Run, batches: list[Batch], moved: bool = False) -> Callable[[], Record]:
+    def _reference(self, run: Run, batches: list[Batch] | None, moved: bool = False) -> Callable[[], Record]:
         folder, dp = str(self.folder / f"plain_{run.name}_{moved}"), self.asked.layout.dp
 
         def work() -> Record:
@@ -138,6 +138,16 @@ class Proof:
         self.rows.append(Verdict(rows[0], DIFFERS, detail=str(error)))
         self.rows += [Verdict(row, NOT_RUN, detail=f"see {rows[0]}") for row in rows[1:]]
 
+    def _blamed(self, error: ProcessFailed) -> ProcessFailed:
+        """The same failure; it says so where TRL's own trainer fails on this model too."""
+        if self.asked.fault is not None or "train" in self._ours:
+            return error
+        try:
+            self._alone([self._reference(self.runs["train"], None)], "plain alone")
+        except ProcessFailed as plain:
+            return ProcessFailed(f"{error}. TRL's trainer without us fails too: {plain}", error.log)
+        return error
+
     def _train(self) -> None:
         saved = str(self.folder / "saved")
         try:
@@ -147,7 +157,8 @@ class Proof:
             jobs = [self._reference(run, batches), self._reference(run, batches, moved=True)]
             self._plain = self._alone(jobs, "train")
         except ProcessFailed as error:
-            return self._failed((*MODEL_ROWS[1:2], MODEL_ROWS[0], *MODEL_ROWS[2:], "saved file"), error)
+            rows = ("loss", *(row for row in MODEL_ROWS if row != "loss"), "saved file")
+            return self._failed(rows, self._blamed(error))
         plain, moved = self._plain
         ours = self._ours["train"][0]
         self.rows.append(verdicts.loaded(ours, plain))

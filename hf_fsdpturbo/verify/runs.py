@@ -143,10 +143,11 @@ def on_ranks(
     return as_peft(record)
 
 
-def in_one_process(trainer: Any, batches: list[Batch], *, moved: bool = False) -> Record:
+def in_one_process(trainer: Any, batches: list[Batch] | None, *, moved: bool = False) -> Record:
     """TRL's trainer on the micro-batches that ranks saw.
 
     Args:
+        batches: None for its own, where ranks saw none.
         moved: half an ulp away from the weights: how far agreeing runs may come apart.
     """
     if moved:
@@ -157,7 +158,7 @@ def in_one_process(trainer: Any, batches: list[Batch], *, moved: bool = False) -
     trainer.record.start_weights = whole_parameters(trainer.model)
     trainer.train()
     record: Record = trainer.finish_record()
-    record.extra["loss of the end"] = loss_of(trainer.model, batches[0])
+    record.extra["loss of the end"] = loss_of(trainer.model, record.batches[0])
     return record
 
 
@@ -183,13 +184,15 @@ def unpacked(batch: Batch) -> Batch:
 
 
 def loss_of(model: Any, batch: Batch) -> float:
-    """The model's own loss on one batch, without gradients."""
+    """Mean cross entropy of a batch's next tokens, without router losses: whether those are asked for is TRL's."""
     import torch
 
     device = next(model.parameters()).device
-    inputs = {k: v.to(device) for k, v in batch.items() if isinstance(v, Tensor) and k != "seq_lengths"}
+    inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask") if name in batch}
     with torch.no_grad():
-        return float(model.eval()(**inputs, use_cache=False).loss)
+        logits = model.eval()(**inputs, use_cache=False).logits[:, :-1].float()
+    targets = batch["labels"][:, 1:].to(device)
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
 
 def read_back(asked: Asked, small: SmallModel, saved: str, batch: Batch, cpu: bool) -> Record:
