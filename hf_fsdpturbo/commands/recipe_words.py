@@ -82,7 +82,8 @@ def given_values(name: str, words: Sequence[str], recipe: dict[str, Any]) -> dic
     check_by_parser(name, words, recipe)
     parser = recipe_parser(name)
     unset = object()
-    line = argparse.Namespace(**{action.dest: unset for action in parser._actions})
+    defaults = vars(argparse.ArgumentParser.parse_known_args(parser, [])[0])
+    line = argparse.Namespace(**dict.fromkeys(defaults, unset))
     argparse.ArgumentParser.parse_known_args(parser, _without_config(words), line)
     found = {key: value for key, value in vars(line).items() if value is not unset}
     settings = {key: value for key, value in recipe.items() if key != "env"}

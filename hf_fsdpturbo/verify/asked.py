@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_fsdpturbo.verify.layouts import Layout
+from hf_fsdpturbo.verify.few_ranks import Layout
 
 TRAINING = (
     "optim",

@@ -18,7 +18,7 @@ from typing import Any
 from hf_fsdpturbo.verify import verdicts
 from hf_fsdpturbo.verify.asked import Asked
 from hf_fsdpturbo.verify.faults import FAULTS, after_save, check_fault, put_in
-from hf_fsdpturbo.verify.layouts import Layout, another
+from hf_fsdpturbo.verify.few_ranks import Layout, another
 from hf_fsdpturbo.verify.processes import ProcessFailed, launch, number
 from hf_fsdpturbo.verify.recording import Batch, Record, merge_batches
 from hf_fsdpturbo.verify.runs import (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_fsdpturbo.lora.adapter import with_adapter_files
 from hf_fsdpturbo.verify.asked import Asked
-from hf_fsdpturbo.verify.layouts import Layout
+from hf_fsdpturbo.verify.few_ranks import Layout
 from hf_fsdpturbo.verify.recording import Batch, Record, recording, whole_parameters
 from hf_fsdpturbo.verify.shrunk_config import LAST_IDS, SPECIAL, VOCAB
 from hf_fsdpturbo.verify.small_model import SmallModel, small_tokenizer
@@ -167,6 +167,7 @@ def unpacked(batch: Batch) -> Batch:
 
     Args:
         batch: ``input_ids``, ``labels``, ``position_ids``, each ``[rows, length]``; a document begins at position 0.
+            Padding that rounds a row up is at positions 0: it stays, as routers see it.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -175,9 +176,8 @@ def unpacked(batch: Batch) -> Batch:
     for row, targets, places in zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True):
         ends = [*(places == 0).nonzero().flatten().tolist(), len(places)]
         for start, end in zip(ends, ends[1:], strict=False):
-            if bool((row[start:end] != PAD).any()):
-                ids.append(row[start:end])
-                labels.append(targets[start:end])
+            ids.append(row[start:end])
+            labels.append(targets[start:end])
     masks = [torch.ones_like(one) for one in ids]
     fill = {"input_ids": (ids, PAD), "labels": (labels, -100), "attention_mask": (masks, 0)}
     return {name: pad_sequence(rows, True, value) for name, (rows, value) in fill.items()}

@@ -16,7 +16,7 @@ from hf_fsdpturbo.commands.recipe_words import given_values
 from hf_fsdpturbo.ranks import rank as rank_of
 from hf_fsdpturbo.verify import faults, runs, verdicts
 from hf_fsdpturbo.verify.asked import Asked, carried
-from hf_fsdpturbo.verify.layouts import Layout, another, on_few_ranks, on_two_ranks, read_layout, users_layout
+from hf_fsdpturbo.verify.few_ranks import Layout, another, on_few_ranks, on_two_ranks, read_layout, users_layout
 from hf_fsdpturbo.verify.processes import ProcessFailed, launch, number
 from hf_fsdpturbo.verify.recording import Record
 from hf_fsdpturbo.verify.small_model import few_experts, few_heads, save_small, small_config
@@ -210,9 +210,9 @@ def test_packed_documents_come_apart():
         "position_ids": torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 0, 1]]),
     }
     rows = runs.unpacked(packed)
-    assert rows["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0], [5, 6, 7]]
-    assert rows["labels"].tolist() == [[-100, 6, 7], [-100, 9, -100], [-100, 6, 7]]
-    assert rows["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 1]]
+    assert rows["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0], [5, 6, 7], [0, 0, 0]]
+    assert rows["labels"].tolist() == [[-100, 6, 7], [-100, 9, -100], [-100, 6, 7], [-100] * 3]
+    assert rows["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 0]], "routers see the padding"
 
 
 # Faults
