@@ -190,7 +190,7 @@ def small_tokenizer() -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"<{name.removesuffix('_token_id')}>": index for index, name in enumerate(SPECIAL)}
+    words = {f"<{name.split('_')[0]}>": index for index, name in enumerate(SPECIAL)}
     words |= {f"w{index}": index for index in range(len(words), VOCAB)}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w3")),
