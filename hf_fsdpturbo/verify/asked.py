@@ -107,6 +107,8 @@ def carried(given: Mapping[str, Any], *, cpu: bool) -> tuple[dict[str, Any], tup
     training = {name: given[name] for name in TRAINING if given.get(name) is not None}
     accumulation = training.get("gradient_accumulation_steps", MOST_ACCUMULATION)
     training["gradient_accumulation_steps"] = min(int(accumulation), MOST_ACCUMULATION)
+    if given.get("router_aux_loss_coef") == 0:  # any other size of it is the small model's
+        training["router_aux_loss_coef"] = 0.0
     attention = given.get("attn_implementation")
     if cpu:
         notes += _for_cpu(dist, turbo)

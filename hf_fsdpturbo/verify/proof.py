@@ -72,7 +72,7 @@ class Proof:
         sizes = {asked.layout.ep, another(asked.layout).ep}
         self.small = save_small(small_config(whole, max(sizes), asked.layout.cp), whole, self.folder / "model")
         if asked.fault is not None:
-            check_fault(asked.fault, self.small)
+            check_fault(asked.fault, self.small, asked.training)
         read_plainly(self.small, self.small.folder)  # also what ranks would each build: tables of conversions
         gc.collect()
         gc.freeze()  # else the first collection of each rank visits, and so copies, everything that is here
