@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hf_fsdpturbo.launch_config import CONFIG_VARIABLE, begin_afresh
+from hf_fsdpturbo.launch_config import CONFIG_VARIABLE, begin_afresh, variable
 from hf_fsdpturbo.ranks import FAILURES
 
 GRACE = 3.0  # seconds for the other ranks to say what they know
@@ -61,6 +61,8 @@ def launch(work: Callable[[], Any], world: int, folder: Path, seconds: float, *,
     store = None
     try:
         shared = _settings(folder, world, cpu)
+        if alone and not cpu:  # or plain Trainer would spread each batch over all devices (DataParallel)
+            shared["CUDA_VISIBLE_DEVICES"] = (variable("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
         if not alone:
             store, port = _serve_store(seconds)
             shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
