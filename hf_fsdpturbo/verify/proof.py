@@ -68,11 +68,15 @@ class Proof:
             ValueError: MODEL, or the fault, does not go with it.
         """
         asked = self.asked
-        whole = read_config(asked.values, asked.model)
-        sizes = {asked.layout.ep, another(asked.layout).ep}
-        self.small = save_small(small_config(whole, max(sizes), asked.layout.cp), whole, self.folder / "model")
-        if asked.fault is not None:
-            check_fault(asked.fault, self.small, asked.training)
+        try:
+            whole = read_config(asked.values, asked.model)
+            config = small_config(whole, asked.layout.ep, asked.layout.cp)
+            self.small = save_small(config, whole, self.folder / "model")
+            if asked.fault is not None:
+                check_fault(asked.fault, self.small, asked.training)
+        except ValueError:
+            self._clear()
+            raise
         read_plainly(self.small, self.small.folder)  # also what ranks would each build: tables of conversions
         gc.collect()
         gc.freeze()  # else the first collection of each rank visits, and so copies, everything that is here
@@ -89,9 +93,12 @@ class Proof:
             for name in self._wanted():
                 self._resume() if name == "resume" else self._once_more(name)
         finally:
-            if self.asked.folder is None:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            self._clear()
         return self.rows
+
+    def _clear(self) -> None:
+        if self.asked.folder is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _wanted(self) -> list[str]:
         """Runs after the first: all, and with a fault only the one that it belongs to."""
