@@ -23,6 +23,7 @@ Batch = dict[str, Any]
 class Record:
     """What a run did. Tensors are whole (gathered), on CPU, by parameter name; only rank 0 of a sharded run has them.
 
+    ``load`` and ``entropies`` say what the experts of each layer were given in each step, where a test counts it.
     ``digest`` is a number for each final weight as this rank sees it: replicas that drifted apart differ in it.
     """
 
@@ -37,6 +38,8 @@ class Record:
     without_gradient: list[str] = field(default_factory=list)
     with_optimizer_state: list[str] = field(default_factory=list)
     digest: dict[str, float] = field(default_factory=dict)
+    load: list[list[Tensor]] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
 
 

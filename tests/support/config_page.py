@@ -39,7 +39,7 @@ EXAMPLES: dict[str, Any] = {
 }
 INTRODUCTION = """# Settings
 
-<!-- Written by `python -m tests.support.config_page`; tests/unit/test_config_page.py compares page and dataclasses. -->
+<!-- Written by `python -m tests.support.config_page`; tests/unit/test_config_page.py compares. -->
 
 Every setting that hf_fsdpturbo adds to `TrainingArguments`, `SFTConfig`, `DPOConfig` and `RewardConfig` (as
 `FSDPTurboSFTConfig` and so on). Each can be given in four places; the first that speaks wins, and the start-up lines

@@ -47,6 +47,7 @@ PUBLIC = {
     "stderr": "sys, Python's own",
     "stdout": "sys, Python's own",
     "tape": "our own thread-local",
+    "token_of_row": "our own, on experts modules",
 }
 
 # Names that tests have from kernels/rebinding.py: RULE, RECURRENT, CONV, ROTARY.
