@@ -28,6 +28,7 @@ TURBO = (
     "optim_implementation",
     "checkpoint_format",
     "check_loading",
+    "fsdpturbo_metrics",
 )
 """Fields of ours that are carried to the ranks; sizes are the layout's, ``recompute`` has a run of its own."""
 DIST = (

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_fsdpturbo.verify.recording import Batch, Record, merge_batches, recording, whole, whole_parameters  # noqa: F401
 from tests.support.hand_counts import HandCounts
