@@ -15,9 +15,9 @@ from hf_fsdpturbo.commands.launch_options import launch_file
 from hf_fsdpturbo.commands.one_line import OneLineParser, positive, refuse
 from hf_fsdpturbo.commands.recipe_words import MODEL, given_values, read_recipe
 from hf_fsdpturbo.launch_config import set_environment_default
-from hf_fsdpturbo.verify.asked import Asked, carried
 from hf_fsdpturbo.verify.faults import FAULTS
 from hf_fsdpturbo.verify.few_ranks import Layout, on_few_ranks, on_two_ranks, read_layout, users_layout
+from hf_fsdpturbo.verify.to_prove import Asked, carried
 from hf_fsdpturbo.verify.users_config import check_experts, check_has_experts, read_config, read_values
 
 if TYPE_CHECKING:

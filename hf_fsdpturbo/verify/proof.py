@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdpturbo.verify import verdicts
-from hf_fsdpturbo.verify.asked import Asked
 from hf_fsdpturbo.verify.faults import FAULTS, after_save, check_fault, put_in
 from hf_fsdpturbo.verify.few_ranks import Layout, another
 from hf_fsdpturbo.verify.processes import ProcessFailed, launch, number
@@ -35,6 +34,7 @@ from hf_fsdpturbo.verify.runs import (
     unpacked,
 )
 from hf_fsdpturbo.verify.small_model import SmallModel, save_small, small_config
+from hf_fsdpturbo.verify.to_prove import Asked
 from hf_fsdpturbo.verify.users_config import read_config
 from hf_fsdpturbo.verify.verdicts import DIFFERS, NOT_RUN, Verdict
 

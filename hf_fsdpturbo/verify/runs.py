@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from hf_fsdpturbo.lora.adapter import with_adapter_files
-from hf_fsdpturbo.verify.asked import Asked
 from hf_fsdpturbo.verify.few_ranks import Layout
 from hf_fsdpturbo.verify.recording import Batch, Record, recording, whole_parameters
 from hf_fsdpturbo.verify.shrunk_config import LAST_IDS, SPECIAL, VOCAB
 from hf_fsdpturbo.verify.small_model import SmallModel, small_tokenizer
+from hf_fsdpturbo.verify.to_prove import Asked
 
 ROWS, SHORTEST, LONGEST, PACKED = 2, 8, 40, 64
 PAD = SPECIAL.index("pad_token_id")

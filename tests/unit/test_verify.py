@@ -15,11 +15,11 @@ from hf_fsdpturbo.commands import verify_door
 from hf_fsdpturbo.commands.recipe_words import given_values
 from hf_fsdpturbo.ranks import rank as rank_of
 from hf_fsdpturbo.verify import faults, runs, verdicts
-from hf_fsdpturbo.verify.asked import Asked, carried
 from hf_fsdpturbo.verify.few_ranks import Layout, another, on_few_ranks, on_two_ranks, read_layout, users_layout
 from hf_fsdpturbo.verify.processes import ProcessFailed, launch, number
 from hf_fsdpturbo.verify.recording import Record
 from hf_fsdpturbo.verify.small_model import few_experts, few_heads, save_small, small_config
+from hf_fsdpturbo.verify.to_prove import Asked, carried
 from hf_fsdpturbo.verify.users_config import read_config, read_values
 from hf_fsdpturbo.verify.verdicts import DIFFERS, EXACT, Verdict
 
