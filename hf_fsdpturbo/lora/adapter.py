@@ -115,13 +115,6 @@ def config_of_files(directory: str) -> Any:
     return config
 
 
-def with_adapter_files(model: Any, directory: str) -> Any:
-    """A whole model with the adapter of a folder, as plain PEFT reads it."""
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(model, directory)
-
-
 def add_reference(peft_model: Any) -> None:
     """A second, frozen adapter like the one that is there, for a preference trainer's reference; before sharding.
 

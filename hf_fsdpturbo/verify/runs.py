@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_fsdpturbo.lora.adapter import with_adapter_files
+from hf_fsdpturbo.lora.adapter import config_of_files
 from hf_fsdpturbo.verify.few_ranks import Layout
 from hf_fsdpturbo.verify.recording import Batch, Record, recording, whole_parameters
 from hf_fsdpturbo.verify.shrunk_config import LAST_IDS, SPECIAL, VOCAB
@@ -201,7 +202,8 @@ def read_back(asked: Asked, small: SmallModel, saved: str, batch: Batch, cpu: bo
 
     model = read_plainly(small, small.folder if asked.lora else saved)
     if asked.lora:
-        model = with_adapter_files(model, saved)
+        config_of_files(saved)  # imports peft, which only its owner may
+        model = sys.modules["peft"].PeftModel.from_pretrained(model, saved)
     if not cpu:
         model = model.to(torch.accelerator.current_accelerator())
     record = Record(weights=whole_parameters(model))

@@ -293,7 +293,7 @@ BAD = {
     "--layout and --full": ["gpt-oss-20b", "--layout", "ep2", "--full"],
     "--full: nothing says": ["gpt-oss-20b", "--full"],
     "'nowhere' is neither a file nor a shipped name": ["gpt-oss-20b", "--accelerate_config", "nowhere"],
-    "--config: there is no file 'nowhere.yaml'": ["--config", "nowhere.yaml"],
+    "--config: there is no file or shipped recipe 'nowhere.yaml'": ["--config", "nowhere.yaml"],
     "cp_size (2) must divide world_size (3)": [
         "gpt-oss-20b", "--accelerate_config", "npu_cp2_ep4_efsdp2", "--nproc", "3",
     ],
