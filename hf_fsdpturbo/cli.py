@@ -25,6 +25,7 @@ COMMANDS = {
     "dpo": Command(_LAUNCHED, ("dpo",), "preference optimisation, launched on all devices"),
     "reward": Command(_LAUNCHED, ("reward",), "reward modelling, launched on all devices"),
     "plan": Command("hf_fsdpturbo.plan.command", (), "GiB a rank of a layout, or the layouts that fit"),
+    "verify": Command("hf_fsdpturbo.commands.verify_door", (), "your model and layout, small, against one process"),
     "configs": Command("hf_fsdpturbo.commands.configs", (), "the shipped launch files: list, print, copy"),
     "doctor": Command("hf_fsdpturbo.commands.doctor_door", (), "is this machine ready?"),
     "convert": Command("hf_fsdpturbo.commands.convert_door", (), "a LlamaFactory YAML as a recipe and a launch file"),

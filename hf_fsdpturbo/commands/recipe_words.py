@@ -101,6 +101,25 @@ def check_by_parser(name: str, words: Sequence[str], recipe: dict[str, Any]) -> 
     _refuse_unknown(rest, "the command line")
 
 
+def given_values(name: str, words: Sequence[str], recipe: dict[str, Any]) -> dict[str, Any]:
+    """What the user gave, by argument, as the parser reads it: the command line over the YAML. Imports TRL.
+
+    Raises:
+        ValueError: as :func:`check_by_parser`.
+    """
+    check_by_parser(name, words, recipe)
+    parser = recipe_parser(name)
+    unset = object()
+    defaults = vars(argparse.ArgumentParser.parse_known_args(parser, [])[0])
+    line = argparse.Namespace(**dict.fromkeys(defaults, unset))
+    argparse.ArgumentParser.parse_known_args(parser, _without_config(words), line)
+    found = {key: value for key, value in vars(line).items() if value is not unset}
+    settings = {key: value for key, value in recipe.items() if key != "env"}
+    parser.set_defaults_with_config(**settings)
+    read = vars(argparse.ArgumentParser.parse_known_args(parser, [])[0])
+    return {key: read[key] for key in settings if key in read} | found
+
+
 def recipe_parser(name: str) -> Any:
     """The parser of a recipe."""
     return importlib.import_module(RECIPES[name]).make_parser()

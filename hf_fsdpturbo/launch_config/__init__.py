@@ -11,6 +11,7 @@ from hf_fsdpturbo.launch_config.accelerate_yaml import YAML_PREFIX, LaunchConfig
 from hf_fsdpturbo.launch_config.environment import (
     CONFIG_VARIABLE,
     ENV_PREFIX,
+    begin_afresh,
     environment_fields,
     exported_mixed_precision,
     local_rank,
@@ -30,6 +31,7 @@ __all__ = [
     "ENV_PREFIX",
     "YAML_PREFIX",
     "LaunchConfig",
+    "begin_afresh",
     "environment_fields",
     "exported_mixed_precision",
     "launch_arguments",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from hf_fsdpturbo.bounded import cut
@@ -118,3 +118,14 @@ def refuse_foreign_environment() -> None:
         raise ValueError(
             f"ACCELERATE_MIXED_PRECISION={precision}: hf_fsdpturbo trains in bf16 or fp32. Use bf16 or no."
         )
+
+
+_LAUNCHERS = ("FSDPTURBO_", "ACCELERATE_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def begin_afresh(values: Mapping[str, str]) -> None:
+    """For a process that was forked to be a rank or none: what launchers and users set goes, ``values`` come."""
+    for name in [name for name in os.environ if name.startswith(_LAUNCHERS) or name in _RANKS]:
+        del os.environ[name]
+    os.environ.update(values)

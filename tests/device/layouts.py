@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_session import cause
-from tests.families.plain import move_by_half_an_ulp
+from hf_fsdpturbo.verify.random_weights import move_by_half_an_ulp
 from tests.support import adapter_runs, preference_runs, reference_run
 from tests.support.compare import TOLERANCE, compare, distance
 from tests.support.preference_runs import Preference, pairs

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_fsdpturbo.verify.random_weights import move_by_half_an_ulp
 from tests.families.checks import ILL_CONDITIONED, TOLERANCE
 from tests.families.door import settle
 from tests.families.listing import families
-from tests.families.plain import move_by_half_an_ulp
 from tests.families.tiny import tiny_config
 from tests.families.training import Trained, batches, distances, train
 from tests.support.compare import distance

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_fsdpturbo.verify.random_weights import move_by_half_an_ulp
 from tests.families import door
 from tests.families.listing import Family
 from tests.families.tiny import tiny_model
 from tests.families.training import distances, train
-
-HALF_ULP = 2.0**-24
 
 
 def release(folder: Path) -> str:
@@ -58,15 +57,6 @@ def prepare(family: Family, folder: Path) -> dict[str, Any]:
     if changed:
         facts["plain"] = f"plain save and load changes {len(changed)} tensors, {changed[0]} among them"
     return facts
-
-
-def move_by_half_an_ulp(model: Any) -> None:
-    """Every float32 parameter by half an ulp on average, up or down as drawn."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            sign = (torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1).to(parameter.device)
-            parameter.mul_(1 + 2 * HALF_ULP * sign)  # a step to one neighbour or none: half an ulp on average
 
 
 def layout_of(folder: Path, model: Any) -> str:

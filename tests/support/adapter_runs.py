@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.reference_run import Record, Run, build_trainer, forget_accelerate, whole_parameters
+from hf_fsdpturbo.verify.runs import as_peft, in_peft_layout  # noqa: F401
+from tests.support.reference_run import Run, build_trainer, forget_accelerate, whole_parameters
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -18,24 +19,6 @@ def lora(**changes: Any) -> Any:
 
     fields = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
     return LoraConfig(**{**fields, "target_parameters": EXPERTS, **changes})
-
-
-def in_peft_layout(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Expert-first factors (three dims) as PEFT's matrices."""
-    from hf_fsdpturbo.sharding.expert_lora import FACTORS, to_peft
-
-    result = {}
-    for name, tensor in tensors.items():
-        factor = next((f for f in FACTORS if f".{f}." in name), None)
-        result[name] = to_peft(factor, tensor) if factor is not None and tensor.ndim == 3 else tensor
-    return result
-
-
-def as_peft(record: Record) -> Record:
-    """The record with all tensors in PEFT's layout."""
-    record.gradients = [in_peft_layout(step) for step in record.gradients]
-    record.weights, record.start_weights = in_peft_layout(record.weights), in_peft_layout(record.start_weights)
-    return record
 
 
 def batch() -> dict[str, Tensor]:

@@ -76,6 +76,8 @@ RUN_BY: list[tuple[str, str]] = [
     (r"hf-fsdpturbo (sft|dpo|reward)$", "distributed/test_installed_command.py"),
     (r"hf-fsdpturbo (sft|dpo|reward) ", HUB),
     (r"hf-fsdpturbo plan", "unit/test_plan.py"),
+    (r"hf-fsdpturbo report", "unit/test_telemetry_alone.py"),
+    (r"hf-fsdpturbo verify", "distributed/test_verify_on_ranks.py"),
     (r"hf-fsdpturbo configs", "unit/test_commands.py"),
     (r"hf-fsdpturbo doctor", "unit/test_doctor.py"),
     (r"hf-fsdpturbo export .*--merge", "distributed/test_lora.py"),

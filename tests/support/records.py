@@ -1,4 +1,4 @@
-"""What a run is told and what it leaves behind: `Run` and `Record`, plain data that travels between processes."""
+"""What a run of the tests is told: `Run`, plain data that travels between processes, as what it leaves behind does."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-Batch = dict[str, Any]
+from hf_fsdpturbo.verify.recording import Batch, Record
+
+__all__ = ["DEFAULT_ARGS", "OWN_ARGS", "Batch", "Record", "Run"]
 
 DEFAULT_ARGS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -68,28 +70,3 @@ class Run:
     def accumulation(self) -> int:
         """Micro-batches a rank and optimizer step."""
         return self.args.get("gradient_accumulation_steps", 1)
-
-
-@dataclass
-class Record:
-    """What a run did. Tensors are whole (gathered), on CPU, by parameter name; only rank 0 of a sharded run has them.
-
-    ``load`` is what the experts of each layer were given in each step: on the sharded side as rank 0 has written it,
-    on the other as the routers chose (``hand_counts.py``); ``entropies`` likewise. ``digest`` is a number for each
-    final weight as this rank sees it: replicas that drifted apart differ in it.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    start_weights: dict[str, Tensor] = field(default_factory=dict)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    log_history: list[dict[str, Any]] = field(default_factory=list)
-    batches: list[Batch] = field(default_factory=list)
-    trainable: list[str] = field(default_factory=list)
-    without_gradient: list[str] = field(default_factory=list)
-    with_optimizer_state: list[str] = field(default_factory=list)
-    digest: dict[str, float] = field(default_factory=dict)
-    load: list[list[Tensor]] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)

@@ -31,6 +31,8 @@ OURS = {
 # Attributes that our sources set on other objects, and that need no watching.
 PUBLIC = {
     "__kwdefaults__": "of a function that we make",
+    "__name__": "of a class that we make",
+    "architectures": "transformers: a public field of configs",
     "atexit": "weakref.finalize",
     "data": "torch: storage of a parameter",
     "expert_ids_per_ep_rank": "fsdp_turbo's, which is not installed here",
@@ -41,8 +43,11 @@ PUBLIC = {
     "loss": "a field of TRL's output, which is made for each call",
     "model_init_kwargs": "a public field of TRL's configs, filled as TRL's scripts fill it",
     "num_labels": "transformers: a public field of a config",
+    "router_aux_loss_coef": "transformers: a public field of MoE configs",
     "should_save": "transformers: TrainerControl is there to be set",
     "should_training_stop": "the same",
+    "stderr": "sys, Python's own",
+    "stdout": "sys, Python's own",
     "tape": "our own thread-local",
     "token_of_row": "our own, on experts modules",
     "vocab_size": "transformers: a public field of a config",
