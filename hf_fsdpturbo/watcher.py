@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_fsdpturbo.ranks import rank, world_size
+from hf_fsdpturbo.stacks import main_frames, waits_in
 
 POLL = 2.0
 SITS = 20.0
@@ -37,15 +37,6 @@ GOODBYE = 10.0
 """Seconds that a rank which raises leaves the others to end: it may be the one that serves the store."""
 TOGETHER = 2.0
 """Seconds between ranks that leave with one error, which all of them have."""
-
-# Where a main thread is that waits for other ranks: gloo waits in the call, other backends wherever the host next
-# needs a value from the device.
-_COLLECTIVE = ("torch/distributed/", "torch/autograd/graph.py")
-_DEVICE = ("torch/", "transformers/", "accelerate/", "trl/")
-_WORK = ("torch/serialization.py", "torch/utils/data/", "torch/distributed/checkpoint/filesystem.py")
-
-_PACKAGES = re.compile("/(?:site|dist)-packages/")
-_LIBRARY = os.path.dirname(os.__file__)
 
 _watcher: Watcher | None = None
 
@@ -201,23 +192,11 @@ class Watcher:
 
     def _sits(self) -> str | None:
         """Where the main thread has stood in a collective for ``SITS`` seconds, in words, else None."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        frames = []
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
+        frames = main_frames()
         here = tuple((id(each), each.f_lasti) for each in frames)
         if here != self.place[0]:
             self.place = (here, time.monotonic())
-        waited = time.monotonic() - self.place[1]
-        files = [_inside_packages(each.f_code.co_filename) for each in frames]
-        inner = next((file for file in files if file), "")
-        places = _COLLECTIVE if dist.get_backend() == "gloo" else _DEVICE
-        if waited < SITS or not inner.startswith(places) or inner.startswith(_WORK):
-            return None
-        callers = [each for each, file in zip(frames, files, strict=True) if file and not file.startswith("torch/")]
-        at = f", called by {callers[0].f_code.co_name} ({_short(callers[0])})" if callers else ""
-        return f"{frames[files.index(inner)].f_code.co_name}{at}"
+        return waits_in(frames) if time.monotonic() - self.place[1] >= SITS else None
 
 
 class _Others:
@@ -262,15 +241,3 @@ class _Others:
 
 def _ranks(found: list[int]) -> str:
     return f"rank {', '.join(map(str, found))}"
-
-
-def _inside_packages(file: str) -> str:
-    """``torch/nn/modules/module.py``; the file itself for a user's; empty for Python's own library."""
-    *_, rest = _PACKAGES.split(file.replace(os.sep, "/"))
-    if rest != file.replace(os.sep, "/"):
-        return rest
-    return "" if file.startswith((_LIBRARY, "<")) else file
-
-
-def _short(frame: Any) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
