@@ -35,6 +35,7 @@ class Blow:
     delay: float = 0.0
     ranks: tuple[int, ...] = ()
     async_save: bool = False
+    pause: float = 0.0  # seconds before each step
 
 
 def make_runs(folder: Path) -> dict[str, Run]:
@@ -48,6 +49,9 @@ def train(run: Run, output_dir: str, resume: bool, blow: Blow) -> dict[str, Any]
     """Rank function: steps at which a save had ended, in a file too; the seconds that training took."""
     from transformers import TrainerCallback
 
+    from hf_fsdpturbo import watcher
+
+    watcher.POLL = 0.05
     rank, started, timers = int(os.environ["RANK"]), time.monotonic(), []
 
     class Notes(TrainerCallback):
@@ -58,6 +62,13 @@ def train(run: Run, output_dir: str, resume: bool, blow: Blow) -> dict[str, Any]
                 timers.append(threading.Timer(blow.delay, os.kill, (os.getpid(), blow.signal)))
                 timers[0].start()
 
+        def on_step_begin(self, args, state, control, **kwargs):
+            time.sleep(blow.pause)
+
+        def on_train_end(self, args, state, control, **kwargs):
+            for timer in timers:
+                timer.cancel()
+
         def on_save(self, args, state, control, **kwargs):
             if rank == 0:
                 with open(f"{output_dir}.saved", "a", encoding="utf-8") as file:
@@ -65,10 +76,8 @@ def train(run: Run, output_dir: str, resume: bool, blow: Blow) -> dict[str, Any]
 
     trainer = build_trainer(run, turbo=True, output_dir=output_dir)
     trainer.async_save = blow.async_save
-    trainer.add_callback(Notes())
+    trainer.callback_handler.callbacks.insert(0, Notes())  # before what puts the handler of SIGTERM back
     trainer.train(resume_from_checkpoint=resume or None)
-    for timer in timers:
-        timer.cancel()
     return {"step": trainer.state.global_step, "seconds": time.monotonic() - started}
 
 
@@ -149,12 +158,11 @@ class Chaos:
         return found
 
     def _resume(self, place: Path, found: dict[int, Path]) -> None:
-        if not found:
-            return
+        if not found or max(found) == STEPS:
+            return  # Trainer would take a step beyond the last
         result = run_ranks(train, 2, self.runs["first"], str(place), True, Blow(), timeout=SECONDS)
         assert result[0]["step"] == STEPS, result
-        if max(found) < STEPS:
-            assert digest(finished(place)[STEPS]) == self.right["first"][STEPS], "resumed as another run"
+        assert digest(finished(place)[STEPS]) == self.right["first"][STEPS], "resumed as another run"
 
     def killed(self) -> str:
         """One rank or both, by a signal that no process sees."""
@@ -170,13 +178,16 @@ class Chaos:
             word = "killed"
         found = self._judge(place, late=int(blow.async_save))
         self._resume(place, found)
-        return f"{word}, {'resumed' if found else 'before the first save'}"
+        if word == "killed":
+            word += ", resumed" if found else ", before the first save"
+        return word
 
     def signalled(self) -> str:
         """SIGTERM on one rank or both: they agree on a step, save it and end without an error."""
         ranks = self.draw.choice([(0,), (1,), (0, 1)])
         run = replace(self.runs["first"], args={**ARGS, "save_steps": STEPS, "enable_jit_checkpoint": True})
-        place, blow = self._place(), Blow(signal.SIGTERM, self._moment(), ranks)
+        delay = self.draw.uniform(0, 1.5)
+        place, blow = self._place(), Blow(signal.SIGTERM, delay, ranks, pause=0.3)
         results = run_ranks(train, 2, run, str(place), False, blow, timeout=SECONDS)
         assert results[0]["step"] == results[1]["step"], results
         found = self._judge(place)
