@@ -41,7 +41,7 @@ from hf_fsdpturbo.parallelize.order import (
 from hf_fsdpturbo.parallelize.same_model import check_same_model
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
 from hf_fsdpturbo.parallelize.trainer_family import model_loader
-from hf_fsdpturbo.quantisation import refuse_quantised
+from hf_fsdpturbo.quantisation import check_asked, packed_as
 from hf_fsdpturbo.ranks import raised_on_every_rank
 from hf_fsdpturbo.shards import materialize
 
@@ -150,7 +150,7 @@ def build_model(
     with raised_on_every_rank(f"loading {path}"):
         refuse_trusted_base(path, bool(kwargs.get("trust_remote_code")))
         refuse_impossible(path, kwargs)
-        _refuse_quantised(path, kwargs)
+        _check_config(path, kwargs)
     set_seed(cast(Any, config).seed)  # where TRL does it too: what a checkpoint lacks is drawn from here on
     if state is None:
         with raised_on_every_rank(f"loading {path}"):
@@ -193,13 +193,14 @@ def _filled(model: Any, config: FSDPTurboArguments, use_dcp_path: bool) -> Any:
     return model
 
 
-def _refuse_quantised(path: str, kwargs: dict[str, Any]) -> None:
+def _check_config(path: str, kwargs: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
     where = {name: kwargs[name] for name in WHERE if kwargs.get(name)}
     loaded = AutoConfig.from_pretrained(path, trust_remote_code=kwargs.get("trust_remote_code", False), **where)
-    check_values(f"The config of {path}", loaded.to_dict())
-    refuse_quantised(loaded, f"The checkpoint {path}")
+    values, what = loaded.to_dict(), f"The checkpoint {path}"
+    check_values(f"The config of {path}", values)
+    check_asked(kwargs.get("quantization_config"), packed_as(values, what), what)
 
 
 def shard_given_model(
