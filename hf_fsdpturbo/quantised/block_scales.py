@@ -104,10 +104,10 @@ def _values(
     spans = list(zip((rows, columns), packed.block, strict=True))
     shared = [(start // size, -(-stop // size)) for (start, stop), size in spans]
     held = () if len(packed.grid) < 2 else (*at, *(slice(*span) for span in shared))  # one scale for the whole
-    scales = _scales(read(*packed.scale, held), packed.code == "mxfp4").reshape([_size(span) for span in shared])
+    scales = _scales(read(*packed.scale, held), packed.code).reshape([_size(span) for span in shared])
     for dim, (span, size) in enumerate(spans):
         scales = scales.index_select(dim, torch.arange(*span) // size - shared[dim][0])
-    return codes.mul_(scales)
+    return codes.mul_(scales) if packed.code != "mxfp4" else torch.ldexp(codes, scales, out=codes)
 
 
 def _codes(
@@ -142,10 +142,13 @@ def half_bytes(codes: Tensor) -> Tensor:
     return halves.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
-def _scales(stored: Tensor, by_ldexp: bool) -> Tensor:
-    """Scales as float32; a byte is a power of two with bias 127 (each method's own function: 255 is infinite)."""
-    if stored.dtype != torch.uint8:
-        return stored.to(torch.float32)
-    if by_ldexp:
-        return torch.ldexp(torch.ones(stored.shape), stored.to(torch.int32) - 127)
-    return (stored.to(torch.float32) - 127).exp2()
+def _scales(stored: Tensor, code: str) -> Tensor:
+    """Scales as float32, of MXFP4 as exponents of two; a byte is a power of two with bias 127.
+
+    Each as Transformers has it: they differ in what a byte of 255 gives.
+    """
+    if code == "mxfp4":
+        return stored.to(torch.int32) - 127
+    if stored.dtype == torch.uint8:
+        return (stored.to(torch.float32) - 127).exp2()
+    return stored.to(torch.float32)
