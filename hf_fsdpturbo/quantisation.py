@@ -118,7 +118,7 @@ def refuse_settings(values: Mapping[str, Any], where: str = "") -> None:
         if _method(value) in DEQUANTISED:
             raise ValueError(
                 f"{where}{name}: {DEQUANTISED[_method(value)]} without dequantize=True keeps weights packed, and "
-                f"packed weights cannot be trained. Set dequantize to True, or leave {name} out: that is what is done then."
+                f"packed weights cannot be trained. Set dequantize to True, or leave {name} out: it is done anyway."
             )
         raise ValueError(
             f"{where}{name}={value!r} is not supported by hf_fsdpturbo: quantised checkpoints are refused, "

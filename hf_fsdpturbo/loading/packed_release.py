@@ -74,8 +74,8 @@ def report_packed(path: str, model: nn.Module, headers: Headers) -> None:
     after = sum(torch.Size(tensor.shape).numel() for tensor in packed.values()) * dtype.itemsize
     print(
         f"[hf_fsdpturbo] {path}: {len(packed)} packed tensors are dequantised while they load, each rank its own "
-        f"part: {before / GB:,.3g} GB become {after / GB:,.3g} GB of {str(dtype).removeprefix('torch.')} in all. They are "
-        "saved so, without quantization_config.",
+        f"part: {before / GB:,.3g} GB become {after / GB:,.3g} GB of {str(dtype).removeprefix('torch.')} in all. They "
+        "are saved so, without quantization_config.",
         flush=True,
     )
 

@@ -38,7 +38,7 @@ def _write(path: str, tensors: dict[str, Tensor], settings: dict[str, Any], file
 
 
 def mxfp4(path: str) -> str:
-    """Pack the experts of a gpt-oss checkpoint: its matrices are [E, C, R], packed [E, R, C/32, 16] and [E, R, C/32]."""
+    """Pack the experts of a gpt-oss checkpoint: [E, C, R] becomes codes [E, R, C/32, 16] and scales [E, R, C/32]."""
     draw = torch.Generator().manual_seed(0)
     tensors = {}
     for file in Path(path).glob("*.safetensors"):
