@@ -116,6 +116,14 @@ REPLACED = (
         "Transformers converts whole sources of sharded parameters itself",
     ),
     Row(
+        "transformers.modeling_utils.get_hf_quantizer",
+        "replace",
+        ("loading/packed_release.py",),
+        "packed releases are built as if stored in full, and read so, each rank its own part; for one call",
+        f"{CONTRACT}::test_loader_chooses_a_quantizer_in_one_function",
+        "Transformers dequantises parts of sharded parameters itself",
+    ),
+    Row(
         "transformers.core_model_loading._dtensor_from_local_like",
         "replace",
         ("loading/whole_sources.py",),

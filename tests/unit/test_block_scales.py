@@ -118,7 +118,7 @@ def test_the_last_block_may_be_cut(tmp_path):
 
 @pytest.mark.parametrize("at_once", [1, 2**20])
 def test_a_part_has_the_bits_of_the_whole(tmp_path, monkeypatch, at_once):
-    """Wherever it is cut: in a block, in a byte, at nothing; few rows at a time or all."""
+    """Wherever it is cut: in a block, in a byte, at nothing; few rows at a time or all. A row of blocks is the bound."""
     monkeypatch.setattr(block_scales, "AT_ONCE", at_once)
     draw = random.Random(0)
     for held, release, key in (
@@ -131,12 +131,15 @@ def test_a_part_has_the_bits_of_the_whole(tmp_path, monkeypatch, at_once):
             "a.weight",
         ),
     ):
-        source = opened(tmp_path, held, release)[key]
+        files = opened(tmp_path, held, release)
+        source, sizes, read = files[key], [0], files.read
+        monkeypatch.setattr(files, "read", lambda *asked, r=read, s=sizes: (s.append(r(*asked).numel()), r(*asked))[1])
         whole = source.read((), torch.bfloat16)
         for _ in range(40):
             cuts = [sorted(draw.choices(range(size + 1), k=2)) for size in whole.shape]
             index = tuple(slice(*cut) for cut in cuts)
             assert same(source.read(index, torch.bfloat16), whole[index]), index
+        assert at_once > 1 or max(sizes) <= source.packed.block[0] * source.packed.shape[-1]
         assert same(source[...], source.read((slice(None),), torch.float32))
 
 

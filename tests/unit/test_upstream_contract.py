@@ -123,6 +123,18 @@ def test_loader_converts_and_loads_in_one_function():
     assert wanted <= set(modeling_utils.LoadStateDictConfig.__dataclass_fields__)
 
 
+def test_loader_chooses_a_quantizer_in_one_function():
+    """packed_release.py wraps it in modeling_utils, and takes what the config says of a packed release."""
+    from transformers import modeling_utils
+
+    choose = modeling_utils.get_hf_quantizer
+    assert arguments(choose)[:3] == ["config", "quantization_config", "device_map"]
+    text = source(modeling_utils.PreTrainedModel.from_pretrained)
+    assert "hf_quantizer, config, device_map = get_hf_quantizer(" in text
+    assert 'getattr(config, "quantization_config", None) or getattr(' in source(choose)
+    assert "return hf_quantizer, config, device_map" in source(choose)
+
+
 def test_loader_names_sources_as_source_map_does():
     """source_map.py repeats these lines: order, two tries at a name, one converter a target, dtype of sources."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
