@@ -33,7 +33,8 @@ def storage_note(config: Mapping[str, Any], stacked: Iterable[int], linear: Iter
     count = sum(stacked) + (0 if release.method == "mxfp4" else sum(linear))
     return (
         f"the checkpoint is quantised ({release.method}): about {count * packed_bytes(release) / GIB:.1f} GiB of "
-        f"packed weights become {count * stored / GIB:.1f} GiB while they load, all ranks together; each reads its own part"
+        f"packed weights become {count * stored / GIB:.1f} GiB while they load, all ranks "
+        "together; each reads its own part"
     )
 
 

@@ -118,7 +118,7 @@ def test_the_last_block_may_be_cut(tmp_path):
 
 @pytest.mark.parametrize("at_once", [1, 2**20])
 def test_a_part_has_the_bits_of_the_whole(tmp_path, monkeypatch, at_once):
-    """Wherever it is cut: in a block, in a byte, at nothing; few rows at a time or all. A row of blocks is the bound."""
+    """Wherever it is cut: in a block, in a byte, at nothing; all rows at once, or no more than a row of blocks."""
     monkeypatch.setattr(block_scales, "AT_ONCE", at_once)
     draw = random.Random(0)
     for held, release, key in (
