@@ -6,8 +6,7 @@
 Stacks of experts are done here too, on slices: Transformers' loader would walk, copy and slice every piece on every
 rank, and here a rank sees those of its own experts. So is what is packed: theirs would hold several in float32.
 
-Sources are read along the dims that the conversion leaves alone in slices, whole along the others, by a few threads;
-the operations are Transformers' own.
+Sources are read along the dims that the conversion leaves alone in slices, whole along the others, by some threads.
 """
 
 from __future__ import annotations
@@ -103,8 +102,8 @@ def reader(sources: Mapping[str, Any], dtype: torch.dtype, device: torch.device 
     """Reads from tensors or safetensors slices; to the CPU, or to a device."""
 
     def read(key: str, index: tuple[slice, ...]) -> Tensor:
-        source, where = sources[key], index if index else ...
-        part = source.read(where, dtype) if isinstance(source, Slice) else source[where]
+        source = sources[key]
+        part = source.read(index, dtype) if isinstance(source, Slice) else source[index if index else ...]
         return cast(Tensor, part).to(device=device, dtype=dtype)
 
     return read

@@ -446,6 +446,14 @@ SET = (
         "from_pretrained takes a function to shard with",
     ),
     Row(
+        "transformers.modeling_utils.get_hf_quantizer.quantization_config",
+        "set",
+        ("loading/packed_release.py",),
+        "taken off the config of a packed release, which is read as if stored in full",
+        f"{CONTRACT}::test_loader_chooses_a_quantizer_in_one_function",
+        "Transformers dequantises parts of sharded parameters itself",
+    ),
+    Row(
         "accelerate.Accelerator.prepare_data_loader.device_mesh",
         "set",
         ("trainer/batches.py",),
