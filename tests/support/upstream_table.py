@@ -81,6 +81,8 @@ OVERRIDES = (
     _override("compute_loss", "cuts TRL's fused LM head, which is made after our set-up", "TRL builds it in a hook"),
     _override("create_accelerator_and_postprocess", "gives the data loader its mesh, and puts gather in its place"),
     _override("create_optimizer", "reshards first: an optimizer over gathered parameters trains nothing"),
+    _override("get_batch_samples", "how long a step's batches take to come"),
+    _override("log", "a log line says what was measured"),
     _override("evaluation_loop", "each sample counts once", "accelerate and TRL drop repeats before they take means"),
     _override("get_tp_size", "ranks that hold the same batch", "Trainer asks for such ranks under another name"),
     _override("hyperparameter_search", "refused in sharded runs: it rebuilds the model", "it can be supported"),
@@ -130,6 +132,14 @@ REPLACED = (
         "shards that stay on the host are not moved to the mesh's device (offload_params); for one call",
         f"{CONTRACT}::test_loader_wraps_shards_in_one_function",
         "DTensor.from_local leaves a local tensor where it is",
+    ),
+    Row(
+        "transformers.core_model_loading.set_param_for_module",
+        "replace",
+        ("quantised/filling.py",),
+        "a frozen weight is quantised as it is set, so that one of them is in memory in full; for one call",
+        f"{CONTRACT}::test_loader_converts_and_loads_in_one_function",
+        "Transformers quantises stacked experts, and shards what it quantises",
     ),
     Row(
         "transformers.PreTrainedModel._init_weights",
@@ -394,7 +404,7 @@ SET = (
     Row(
         "accelerate.Accelerator._is_accelerate_prepared",
         "set",
-        ("parallelize/build.py", "parallelize/order.py"),
+        ("parallelize/adapter_of_load.py", "parallelize/order.py"),
         "on the model: accelerate and TRL pass it through untouched",
         f"{ACCELERATE}::test_prepared_models_pass_through",
         "accelerate has a public way to say so",
@@ -410,7 +420,7 @@ SET = (
     Row(
         "transformers.PreTrainedModel._is_hf_initialized",
         "set",
-        ("loading/heads.py", "shards.py"),
+        ("loading/heads.py", "quantised/packed_weight.py", "shards.py"),
         "on tensors: they are filled, do not draw them; read where a head may be fresh",
         f"{CONTRACT}::test_marks_of_filled_tensors",
         STAYS,
@@ -547,8 +557,8 @@ READ = (
     Row(
         "torch._C",
         "read",
-        ("trainer/loss_scale.py",),
-        "the module of the name above",
+        ("telemetry/real_tokens.py", "trainer/loss_scale.py"),
+        "the module of names here",
         f"{TORCH}::test_a_tensor_can_note_what_is_done_with_it",
         STAYS,
     ),
@@ -609,6 +619,22 @@ READ = (
         "it has a public name",
     ),
     Row(
+        "torch._C._current_graph_task_id",
+        "read",
+        ("telemetry/real_tokens.py",),
+        "whether a forward is a recompute: then it runs inside a backward, with our tape or without one",
+        f"{TORCH}::test_a_forward_inside_a_backward_is_told",
+        "it has a public name",
+    ),
+    Row(
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoePreTrainedModel._can_record_outputs",
+        "read",
+        ("telemetry/router_entropy.py",),
+        "which modules' outputs hold router logits, and where",
+        f"{CONTRACT}::test_models_say_where_router_logits_are",
+        "it has a public name",
+    ),
+    Row(
         "transformers.utils.loading_report.LoadStateDictInfo",
         "read",
         ("loading/from_rank0.py",),
@@ -623,6 +649,14 @@ READ = (
         "what stays in float32",
         f"{CONTRACT}::test_dtype_plan_and_head_initialisation",
         "it has a public name",
+    ),
+    Row(
+        "transformers.PreTrainedModel._keep_in_fp32_modules",
+        "read",
+        ("quantised/choice.py",),
+        "modules that are not quantised, as Transformers' own quantiser leaves them out",
+        f"{CONTRACT}::test_what_bitsandbytes_leaves_out",
+        "Transformers has one function for what a quantiser leaves out",
     ),
     Row(
         "transformers.PreTrainedModel._no_split_modules",
@@ -944,13 +978,14 @@ READ = (
                 "_parameters",
                 (
                     "loading/heads.py",
-                    "parallelize/build.py",
+                    "parallelize/adapter_of_load.py",
+                    "quantised/packed_weight.py",
                     "sharding/expert_parallel.py",
                     "shards.py",
                 ),
                 "another tensor in a parameter's place, without registration",
             ),
-            ("_buffers", ("parallelize/build.py", "shards.py"), "the same for buffers"),
+            ("_buffers", ("parallelize/build.py", "quantised/packed_weight.py", "shards.py"), "the same for buffers"),
             ("_modules", ("lora/adapter.py",), "the wrapped module in its wrapper's place while it loads"),
             ("_non_persistent_buffers_set", ("shards.py",), "buffers that no checkpoint has"),
         )
@@ -999,6 +1034,13 @@ def _fact(name: str, how: str, file: str, why: str, test: str) -> Row:
 
 QWEN3 = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 FACT_ROWS = (
+    _fact(
+        "torch.sigmoid",
+        "co_names",
+        "telemetry/router_entropy.py",
+        "whether a router scores by sigmoid",
+        "test_routers_that_score_by_sigmoid",
+    ),
     _fact(
         f"{QWEN3}.ALL_ATTENTION_FUNCTIONS",
         "co_names",

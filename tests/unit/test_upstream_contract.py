@@ -135,6 +135,16 @@ def test_loader_chooses_a_quantizer_in_one_function():
     assert "return hf_quantizer, config, device_map" in source(choose)
 
 
+def test_what_bitsandbytes_leaves_out():
+    """choice.py asks the functions that Transformers' own 4-bit quantiser asks."""
+    from transformers.quantizers import base, quantizer_bnb_4bit, quantizers_utils
+
+    text = source(quantizer_bnb_4bit.Bnb4BitHfQuantizer._process_model_before_weight_loading)
+    assert "self.quantization_config.llm_int8_skip_modules, model._keep_in_fp32_modules" in text
+    assert "get_keys_to_not_convert(model)" in source(base.HfQuantizer.get_modules_to_not_convert)
+    assert arguments(quantizers_utils.should_convert_module) == ["full_name", "patterns"]
+
+
 def test_loader_names_sources_as_source_map_does():
     """source_map.py repeats these lines: order, two tries at a name, one converter a target, dtype of sources."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -346,6 +356,7 @@ def test_arguments_of_flash_attention():
 
 # Transformers: the trainer (trainer/); its overrides are in test_trainer_contract.py
 
+
 def test_trainer_decides_by_these_attributes():
     from transformers import Trainer
 
@@ -507,3 +518,12 @@ def test_what_is_announced_or_refused_on_models_and_trainers():
     scaled = inspect.getsource(Trainer.compute_loss)
     assert "self.accelerator.num_processes // self.get_tp_size()" in scaled
     assert scaled.index("model(**inputs)") < scaled.index("get_tp_size"), "the loss is there when it is asked"
+
+
+def test_models_say_where_router_logits_are():
+    from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextModel
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoePreTrainedModel, Qwen3MoeTopKRouter
+
+    for model, router, index in ((Qwen3MoePreTrainedModel, Qwen3MoeTopKRouter, 0), (Llama4TextModel, Llama4Router, 1)):
+        recorder = model._can_record_outputs["router_logits"]
+        assert (recorder.target_class, recorder.index) == (router, index)
