@@ -151,7 +151,7 @@ def read_config(model: str) -> tuple[Any, tuple[str, ...]]:
     if text is not config:
         found = getattr(config, "quantization_config", None)
         if found is not None:
-            text.quantization_config = found
+            text.update({"quantization_config": found})
         notes.append(f"only the text model of {config.model_type} is planned")
     return text, tuple(notes)
 
