@@ -176,3 +176,17 @@ def test_it_trains_and_is_saved_in_full(loaded, made):
 
     again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in plain.items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_process_has_the_same(made, case):
+    from transformers import AutoModelForCausalLM
+
+    from hf_fsdpturbo.loading.seam import load_whole
+
+    model = load_whole(made[case], AutoModelForCausalLM.from_pretrained, dtype=CASES[case][2])
+    plain = torch.load(f"{made[case]}/plain.pt", weights_only=True)
+    mine = model.state_dict()
+    assert mine.keys() == plain.keys()
+    assert all(mine[name].dtype == want.dtype and torch.equal(mine[name], want) for name, want in plain.items())
+    assert not hasattr(model.config, "quantization_config")
