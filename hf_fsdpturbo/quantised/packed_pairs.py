@@ -153,8 +153,7 @@ def _scales_of(held: _Held, key: str) -> str | None:
 def _block(
     held: _Held, key: str, scales: str, shape: tuple[int, ...], grid: tuple[int, ...], packed_as: PackedAs
 ) -> tuple[int, int]:
-    """Rows and columns that share a scale: those of the config, the last of them cut; else equal parts, as many as
-    there are scales."""
+    """Rows and columns that share a scale: the config's, of which the last may be cut, or else equal parts."""
     if len(shape) < 2:
         held.refuse(key, f"has shape {shape}, and only matrices are packed.")
     whole = (shape[-2], shape[-1])
