@@ -2,6 +2,7 @@
 
     python benchmarks/loading_memory.py            # two ranks, EP 2, a checkpoint of 1.2 GB in a temporary folder
     python benchmarks/loading_memory.py --ranks 4 --efsdp 2 --stock
+    python benchmarks/loading_memory.py --fp8      # the same model in FP8, dequantised while it loads
 
 Measured is RssAnon of /proc/self/status over its value just before loading, every millisecond: pages of the process's
 own, so safetensors' memory map of the files does not count. ``--stock`` measures what others need: one whole model a
@@ -54,8 +55,11 @@ class PeakMeter:
         return max(self.highest, rss_anon()) - self.start
 
 
-def write_checkpoint(directory: str, layers: int, experts: int, hidden: int, ffn: int) -> int:
-    """A Qwen3-MoE checkpoint with per-expert tensors, written layer by layer; returns its parameters."""
+def write_checkpoint(directory: str, layers: int, experts: int, hidden: int, ffn: int, fp8: bool = False) -> int:
+    """A Qwen3-MoE checkpoint with per-expert tensors, written layer by layer; returns its parameters.
+
+    With ``fp8`` experts are FP8 with a scale for 128 x 128.
+    """
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -81,12 +85,18 @@ def write_checkpoint(directory: str, layers: int, experts: int, hidden: int, ffn
     weight_map = {}
     for number, tensors in enumerate(files.values(), 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        save_file({key: 0.02 * torch.randn(shape) for key, shape in tensors.items()}, os.path.join(directory, file))
-        weight_map.update(dict.fromkeys(tensors, file))
+        drawn = {key: 0.02 * torch.randn(shape) for key, shape in tensors.items()}
+        for key in [key for key in drawn if fp8 and ".experts." in key]:
+            drawn[key] = drawn[key].to(torch.float8_e4m3fn)
+            drawn[f"{key}_scale_inv"] = torch.rand([-(-size // 128) for size in drawn[key].shape])
+        save_file(drawn, os.path.join(directory, file))
+        weight_map.update(dict.fromkeys(drawn, file))
     total = sum(parameter.numel() for parameter in model.parameters())
     index = {"metadata": {"total_size": 4 * total}, "weight_map": weight_map}
     Path(directory, "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     config.architectures, config.dtype = [type(model).__name__], "float32"
+    if fp8:
+        config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config.save_pretrained(directory)
     return total
 
@@ -189,6 +199,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--ffn", type=int, default=1024)
     parser.add_argument("--check", default="sample", help="check_loading: sample, full or off")
+    parser.add_argument("--fp8", action="store_true", help="a release whose experts are FP8")
     parser.add_argument("--stock", action="store_true", help="plain from_pretrained on every rank, for comparison")
     options = parser.parse_args()
     import multiprocessing
@@ -197,7 +208,8 @@ def main() -> int:
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=120))
     with tempfile.TemporaryDirectory() as directory:
-        total = write_checkpoint(directory, options.layers, options.experts, options.hidden, options.ffn)
+        sizes = options.layers, options.experts, options.hidden, options.ffn
+        total = write_checkpoint(directory, *sizes, fp8=options.fp8)
         print(f"whole model: {4 * total / MEBI:.0f} MiB in float32, {options.ranks} ranks")
         context = multiprocessing.get_context("spawn")
         ranks = [

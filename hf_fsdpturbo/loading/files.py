@@ -13,6 +13,8 @@ from hf_fsdpturbo.checkpoint.hub import INDEX, SINGLE
 from hf_fsdpturbo.checkpoint.inside import check_link, path_inside
 from hf_fsdpturbo.loading.config_values import CONFIG, asks_for_much, check_counts, raw_config
 from hf_fsdpturbo.loading.open_files import Headers
+from hf_fsdpturbo.quantisation import packed_as
+from hf_fsdpturbo.quantised.packed_pairs import paired
 from hf_fsdpturbo.ranks import FAILURES, from_node_leader, node, rank
 
 WHERE = ("revision", "subfolder", "cache_dir", "token")
@@ -176,13 +178,17 @@ def _other_format(from_pretrained_kwargs: Mapping[str, Any]) -> bool:
 def checked_folder(folder: str) -> Headers:
     """:func:`check_checkpoint_files`, and what ``config.json`` beside them says against what they hold.
 
+    Of a packed release they are headers of what its weights are in full.
+
     Raises:
         ValueError: naming the file, and key or field.
     """
     headers, config = check_checkpoint_files(folder), raw_config(folder)
-    if config is not None:
-        check_counts(os.path.join(folder, CONFIG), config, headers)
-    return headers
+    if config is None:
+        return headers
+    check_counts(os.path.join(folder, CONFIG), config, headers)
+    release = packed_as(config, f"The checkpoint {folder}")
+    return headers if release is None else paired(folder, headers, release)
 
 
 def check_checkpoint_files(folder: str) -> Headers:

@@ -11,8 +11,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from hf_fsdpturbo.quantised.block_scales import Packed, in_full
+
 Headers = dict[str, dict[str, Any]]
-"""File name -> key -> ``{"shape": [...], ...}``, as safetensors writes it."""
+"""File name -> key -> ``{"shape": [...], ...}``, as safetensors writes it; with ``"packed"``: codes and scales, which
+are read as if they were stored in full."""
 
 
 class OpenFiles(Mapping[str, Any]):
@@ -46,8 +52,14 @@ class OpenFiles(Mapping[str, Any]):
         """File of a tensor."""
         return os.path.join(self._folder, self._files[key])
 
-    def read(self, key: str, index: Any) -> Any:
-        """A part of a tensor; threads may ask at once.
+    @property
+    def packed(self) -> dict[str, Packed]:
+        """Tensors that are codes and scales, by key."""
+        entries = ((key, entry.get("packed")) for header in self._headers.values() for key, entry in header.items())
+        return {key: packed for key, packed in entries if packed is not None}
+
+    def read(self, file: str, key: str, index: Any) -> Tensor:
+        """A part of a tensor as it is stored; threads may ask at once.
 
         Raises:
             ValueError: the file is missing or damaged here; another rank of this machine has read its header.
@@ -56,7 +68,7 @@ class OpenFiles(Mapping[str, Any]):
 
         from hf_fsdpturbo.loading.files import safetensors_header
 
-        path = self.path(key)
+        path = os.path.join(self._folder, file)
         with self._lock:
             if path not in self._open:
                 try:
@@ -64,10 +76,12 @@ class OpenFiles(Mapping[str, Any]):
                 except (SafetensorError, OSError):
                     safetensors_header(path)  # says what is wrong with the file
                     raise
-        return self._open[path].get_slice(key)[index]
+        tensor: Tensor = self._open[path].get_slice(key)[index if index else ...]
+        return tensor
 
     def __getitem__(self, key: str) -> Slice:
-        return Slice(self, key, self._headers[self._files[key]][key])
+        file = self._files[key]
+        return Slice(self, file, key, self._headers[file][key])
 
     def __contains__(self, key: object) -> bool:
         return key in self._files
@@ -82,10 +96,15 @@ class OpenFiles(Mapping[str, Any]):
 class Slice:
     """A tensor of a file that is not open yet, as safetensors shows one: shape, dtype, parts by index."""
 
-    __slots__ = ("_entry", "_files", "_key")
+    __slots__ = ("_entry", "_file", "_files", "_key")
 
-    def __init__(self, files: OpenFiles, key: str, entry: Mapping[str, Any]) -> None:
-        self._files, self._key, self._entry = files, key, entry
+    def __init__(self, files: OpenFiles, file: str, key: str, entry: Mapping[str, Any]) -> None:
+        self._files, self._file, self._key, self._entry = files, file, key, entry
+
+    @property
+    def packed(self) -> Packed | None:
+        """Codes and scales, of a tensor that is stored as these."""
+        return self._entry.get("packed")
 
     def get_shape(self) -> list[int]:
         """Shape of the whole."""
@@ -95,8 +114,21 @@ class Slice:
         """Dtype as the file names it."""
         return str(self._entry["dtype"])
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._files.read(self._key, index)
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.read(index, torch.float32)
+
+    def read(self, index: Any, dtype: torch.dtype) -> Tensor:
+        """A part; of codes and scales in that dtype, else as it is stored."""
+        if self.packed is None:
+            return self._files.read(self._file, self._key, index)
+        parts = index if isinstance(index, tuple) else () if index is ... else (index,)
+        return in_full(self.packed, self._files.read, parts, dtype)
+
+
+def any_packed(sources: Mapping[str, Any], keys: Iterable[str]) -> bool:
+    """Whether one of these tensors is stored as codes and scales."""
+    found = (sources[key] for key in keys)
+    return any(isinstance(source, Slice) and source.packed is not None for source in found)
 
 
 def _check_here(paths: list[str]) -> None:

@@ -22,6 +22,7 @@ from hf_fsdpturbo.loading.heads import (
 from hf_fsdpturbo.loading.host_memory import freed_at_once
 from hf_fsdpturbo.loading.loading_check import check_loaded
 from hf_fsdpturbo.loading.open_files import Headers, OpenFiles, opened_on_demand
+from hf_fsdpturbo.loading.packed_release import built_in_full, packed_of, report_packed
 from hf_fsdpturbo.loading.source_map import SourceMap
 from hf_fsdpturbo.loading.unused_keys import settle_unused
 from hf_fsdpturbo.loading.whole_sources import exact_conversions
@@ -109,6 +110,7 @@ def load_sharded(
         if fault is not None:
             raise fault
         with (
+            built_in_full(),
             sharding_during_load(shard_on_meta),
             exact_conversions(device, found, check),
             opened_on_demand(lambda: files or None),
@@ -122,6 +124,7 @@ def load_sharded(
             walked = files.used and found.conversions  # neither where rank 0 sends the weights
             unknown = found.unknown if walked else check_headers(cast(Any, model), *there)
             settle_unused(path, model, *there, unknown, fresh_head=bool(fresh_heads), drop=drop_unused)
+            report_packed(path, model, there[1])
     initialise_as_usual(model)
     report_fresh_heads(path, fresh_heads)
     return model
@@ -152,13 +155,21 @@ def load_whole(
         unknown.extend(check_headers(cast(Any, model), *there))
         return prepare(model)
 
+    def packed() -> OpenFiles | None:
+        return stack.enter_context(contextlib.closing(OpenFiles(*there))) if there and packed_of(there[1]) else None
+
     kwargs = {**from_pretrained_kwargs, "device_map": None}
-    with sharding_during_load(check):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(built_in_full())
+        stack.enter_context(sharding_during_load(check))
+        stack.enter_context(opened_on_demand(packed))
+        stack.enter_context(exact_conversions(torch.device("cpu"), SourceMap(), packed_only=True))
         model, info = build(path, distributed_config=DistributedConfig(), output_loading_info=True, **kwargs)
     fresh_heads = check_loading_info(path, info)
     report_fresh_heads(path, fresh_heads)
     if there is not None:
         settle_unused(path, model, *there, unknown, fresh_head=bool(fresh_heads), drop=drop_unused)
+        report_packed(path, model, there[1])
     return model
 
 

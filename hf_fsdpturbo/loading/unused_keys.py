@@ -11,6 +11,7 @@ from torch import nn
 from hf_fsdpturbo.checkpoint import unused
 from hf_fsdpturbo.loading.heads import REPLACED_HEADS
 from hf_fsdpturbo.loading.open_files import Headers
+from hf_fsdpturbo.loading.packed_release import carried_in_full, packed_of
 from hf_fsdpturbo.ranks import rank
 
 FEW = 6
@@ -38,7 +39,9 @@ def settle_unused(
     if rank() != 0:
         return
     files = [os.path.join(folder, file) for file, header in headers.items() if not left.isdisjoint(header)]
-    found = unused.find(files, left)
+    packed = {name: tensor for name, tensor in packed_of(headers).items() if name in left}
+    found = unused.find(files, left | {tensor.weight[1] for tensor in packed.values()})
+    found = carried_in_full(found, folder, packed)
     if drop or found:
         unused.remember(model, [] if drop else found)
     listing = (type(model).__name__, *sorted(left))

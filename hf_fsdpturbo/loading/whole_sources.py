@@ -4,10 +4,9 @@
     here                        all others, one after the other: in memory is one of them beside the shards
 
 Stacks of experts are done here too, on slices: Transformers' loader would walk, copy and slice every piece on every
-rank, and here a rank sees those of its own experts.
+rank, and here a rank sees those of its own experts. So is what is packed: theirs would hold several in float32.
 
-Sources are read along the dims that the conversion leaves alone in slices, whole along the others, by a few threads;
-the operations are Transformers' own.
+Sources are read along the dims that the conversion leaves alone in slices, whole along the others, by some threads.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from hf_fsdpturbo.loading.conversions import (
     source_regions,
     stacked,
 )
+from hf_fsdpturbo.loading.open_files import Slice, any_packed
 from hf_fsdpturbo.loading.source_map import SourceMap, map_sources
 from hf_fsdpturbo.shards import like, local_box, local_tensor
 
@@ -52,7 +52,10 @@ class Target:
 
 @contextlib.contextmanager
 def exact_conversions(
-    device: torch.device, found: SourceMap, check: Callable[[nn.Module], None] = lambda model: None
+    device: torch.device,
+    found: SourceMap,
+    check: Callable[[nn.Module], None] = lambda model: None,
+    packed_only: bool = False,
 ) -> Iterator[None]:
     """While open, ``from_pretrained`` fills sharded models with every rank's part of what a whole load gives.
 
@@ -62,6 +65,7 @@ def exact_conversions(
         device: where shards live.
         found: filled with what is loaded from what.
         check: called with the model once ``found`` is filled, before anything is read.
+        packed_only: checkpoints without packed tensors are left to Transformers.
     """
     from transformers import core_model_loading, modeling_utils
 
@@ -69,11 +73,12 @@ def exact_conversions(
     as_shard = core_model_loading._dtensor_from_local_like
 
     def load(model: Any, state_dict: dict[str, Any], load_config: Any, disk_offload_index: Any = None) -> Any:
-        if load_config.hf_quantizer is not None:
+        if load_config.hf_quantizer is not None or (packed_only and not any_packed(state_dict, state_dict)):
             return own(model, state_dict, load_config, disk_offload_index)
         map_sources(found, model, state_dict, load_config)
         check(model)
-        apart = [c for c in found.conversions.values() if not _left_to_transformers(model, found, c)]
+        known = found.conversions.values()
+        apart = [c for c in known if any_packed(state_dict, c.keys) or not _left_to_transformers(model, found, c)]
         taken = {key for conversion in apart for key in conversion.keys}
         rest = {key: source for key, source in state_dict.items() if key not in taken}
         info, index = own(model, rest, load_config, disk_offload_index)
@@ -97,7 +102,9 @@ def reader(sources: Mapping[str, Any], dtype: torch.dtype, device: torch.device 
     """Reads from tensors or safetensors slices; to the CPU, or to a device."""
 
     def read(key: str, index: tuple[slice, ...]) -> Tensor:
-        return cast(Tensor, sources[key][index if index else ...]).to(device=device, dtype=dtype)
+        source = sources[key]
+        part = source.read(index, dtype) if isinstance(source, Slice) else source[index if index else ...]
+        return cast(Tensor, part).to(device=device, dtype=dtype)
 
     return read
 

@@ -33,7 +33,7 @@ from hf_fsdpturbo.parallelize.quantise import filling_of
 from hf_fsdpturbo.parallelize.same_model import check_same_model
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
 from hf_fsdpturbo.parallelize.trainer_family import model_loader
-from hf_fsdpturbo.quantisation import refuse_quantised
+from hf_fsdpturbo.quantisation import check_asked, packed_as
 from hf_fsdpturbo.quantised.asked import take
 from hf_fsdpturbo.quantised.filling import Filling, reading
 from hf_fsdpturbo.ranks import raised_on_every_rank
@@ -73,13 +73,14 @@ def build_model(
     if storage is not None:
         kwargs["dtype"] = storage
     kwargs["drop_unused"] = config.drop_unused_tensors
+    setting = kwargs.get("quantization_config", quantization_config)
     filling = filling_of(take(kwargs, quantization_config), config)
     if filling is not None:
         build = reading(build, filling)
     with raised_on_every_rank(f"loading {path}"):
         refuse_trusted_base(path, bool(kwargs.get("trust_remote_code")))
         refuse_impossible(path, kwargs)
-        _refuse_quantised(path, kwargs)
+        _check_config(path, kwargs, setting)
     set_seed(cast(Any, config).seed)  # where TRL does it too: what a checkpoint lacks is drawn from here on
     adapter = Adapter(peft_config, head_unit=head_unit, with_reference=with_reference, filling=filling)
     if state is None:
@@ -137,13 +138,14 @@ def _filled(model: Any, config: FSDPTurboArguments, use_dcp_path: bool) -> Any:
     return model
 
 
-def _refuse_quantised(path: str, kwargs: dict[str, Any]) -> None:
+def _check_config(path: str, kwargs: dict[str, Any], setting: Any) -> None:
     from transformers import AutoConfig
 
     where = {name: kwargs[name] for name in WHERE if kwargs.get(name)}
     loaded = AutoConfig.from_pretrained(path, trust_remote_code=kwargs.get("trust_remote_code", False), **where)
-    check_values(f"The config of {path}", loaded.to_dict())
-    refuse_quantised(loaded, f"The checkpoint {path}")
+    values, what = loaded.to_dict(), f"The checkpoint {path}"
+    check_values(f"The config of {path}", values)
+    check_asked(setting, packed_as(values, what), what)
 
 
 def shard_given_model(

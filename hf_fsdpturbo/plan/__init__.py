@@ -2,6 +2,7 @@
 
     shape.py        a model as plan sees it: FSDP units, experts, attention (``models/`` holds released sizes)
     planned_run.py  what a run is asked to do, checked
+    storage.py      what a packed release is on disk, and becomes
     held.py         weights, gradients, optimizer, copies of a rank
     activations.py  what a layer keeps from forward to backward, and works with
     peak.py         the moments of a step, and the highest

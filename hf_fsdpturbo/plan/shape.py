@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hf_fsdpturbo.model_spec import find_experts
 from hf_fsdpturbo.parallelize.autocast import float32_parameters
 from hf_fsdpturbo.plan.planned_run import PlannedRun
 from hf_fsdpturbo.plan.released import released_file
+from hf_fsdpturbo.plan.storage import storage_note
 from hf_fsdpturbo.sharding.expert_fsdp import check_expert_shards
 from hf_fsdpturbo.sharding.expert_parallel import check_experts, is_plain_swiglu, shared_by_experts
 from hf_fsdpturbo.sharding.outer_fsdp import decoder_layers, head_alone
@@ -146,10 +147,11 @@ def read_config(model: str) -> tuple[Any, tuple[str, ...]]:
             f"MODEL {model!r} cannot be read as a model ({type(error).__name__}: {str(error).splitlines()[0][:160]}). "
             "Give a shipped name, a folder with config.json, a config.json, or a Hub id that is in the cache."
         ) from None
-    if getattr(config, "quantization_config", None) is not None:
-        notes.append("the checkpoint is quantised: planned as if its weights were stored in full")
     text = config.get_text_config()
     if text is not config:
+        found = getattr(config, "quantization_config", None)
+        if found is not None:
+            text.update({"quantization_config": found})
         notes.append(f"only the text model of {config.model_type} is planned")
     return text, tuple(notes)
 
@@ -177,7 +179,11 @@ def shape_of_config(config: Any, storage: str, name: str = "model", notes: Itera
             f"({type(error).__name__}: {str(error).splitlines()[0][:160]}). Correct the config."
         ) from None
     store_parameters(whole, whole, STORED[storage])
-    return _shape(whole, storage, name, tuple(notes))
+    shape = _shape(whole, storage, name, tuple(notes))
+    stacked = [part.numel for unit in shape.layers for experts in unit.experts for part in experts.stacked]
+    linear = [inputs * outputs for unit in shape.layers for inputs, outputs in unit.linears.values()]
+    packed = storage_note(config.to_dict(), stacked, linear, STORED[storage].itemsize)
+    return shape if packed is None else replace(shape, notes=(*shape.notes, packed))
 
 
 def _shape(model: Any, storage: str, name: str, notes: tuple[str, ...]) -> ModelShape:

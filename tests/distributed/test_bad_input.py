@@ -53,7 +53,17 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         "moe",
         ("distributed_config",),
     ),
-    "quantised": (EP2, "quantised", ("quantised",)),
+    "quantised": (EP2, "quantised", ("quantised", "quant_method=", "Use its unquantised version")),
+    "packed_without_scales": (
+        EP2,
+        "packed_without_scales",
+        ("model.safetensors", "experts.2.up_proj.weight has dtype F8_E4M3", "no scales"),
+    ),
+    "packed_otherwise": (
+        {**EP2, "model_init_kwargs": {"quantization_config": {"quant_method": "mxfp4", "dequantize": True}}},
+        "moe",
+        ("Mxfp4Config(dequantize=True), but", "is not quantised"),
+    ),
     "truncated_shard": (EP2, "truncated", ("model.safetensors", "truncated")),
     "missing_shard": (EP2, "missing_shard", ("is missing", "-00002-of-")),
     "no_model_there": (EP2, "nowhere", ("nowhere",)),
@@ -210,6 +220,7 @@ def models(tiny, tmp_path_factory) -> dict[str, str]:
     import shutil
     from pathlib import Path
 
+    import torch
     from safetensors.torch import load_file, save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -262,6 +273,13 @@ def models(tiny, tmp_path_factory) -> dict[str, str]:
     def counted(tensors: dict[str, Any]) -> None:
         tensors["model.norm.weight"] = tensors["model.norm.weight"].char()
 
+    def packed(tensors: dict[str, Any]) -> None:
+        key = "model.layers.1.mlp.experts.2.up_proj.weight"
+        tensors[key] = tensors[key].to(torch.float8_e4m3fn)
+
+    half_packed = Path(rewritten("packed_without_scales", packed))
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    (half_packed / "config.json").write_text(json.dumps(config))
     outside, linked = copy(pieces, "outside"), copy(pieces, "linked")
     index = outside / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -273,6 +291,7 @@ def models(tiny, tmp_path_factory) -> dict[str, str]:
     return {
         **incomplete,
         "moved_expert": rewritten("moved_expert", moved),
+        "packed_without_scales": str(half_packed),
         "integer_weights": rewritten("integer_weights", counted),
         "file_outside": str(outside),
         "linked_shard": str(linked),

@@ -118,6 +118,14 @@ REPLACED = (
         "Transformers converts whole sources of sharded parameters itself",
     ),
     Row(
+        "transformers.modeling_utils.get_hf_quantizer",
+        "replace",
+        ("loading/packed_release.py",),
+        "packed releases are built as if stored in full, and read so, each rank its own part; for one call",
+        f"{CONTRACT}::test_loader_chooses_a_quantizer_in_one_function",
+        "Transformers dequantises parts of sharded parameters itself",
+    ),
+    Row(
         "transformers.core_model_loading._dtensor_from_local_like",
         "replace",
         ("loading/whole_sources.py",),
@@ -452,6 +460,14 @@ SET = (
         "taken off the config again: it would be saved",
         f"{CONTRACT}::test_loader_calls_our_seam_before_weights_load",
         "from_pretrained takes a function to shard with",
+    ),
+    Row(
+        "transformers.modeling_utils.get_hf_quantizer.quantization_config",
+        "set",
+        ("loading/packed_release.py",),
+        "taken off the config of a packed release, which is read as if stored in full",
+        f"{CONTRACT}::test_loader_chooses_a_quantizer_in_one_function",
+        "Transformers dequantises parts of sharded parameters itself",
     ),
     Row(
         "accelerate.Accelerator.prepare_data_loader.device_mesh",

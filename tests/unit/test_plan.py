@@ -29,6 +29,8 @@ from hf_fsdpturbo.plan.printed import yaml_of
 from hf_fsdpturbo.plan.released import released_names
 from hf_fsdpturbo.plan.search import fits
 from hf_fsdpturbo.plan.shape import check_fits, shape_of, shape_of_config
+from hf_fsdpturbo.plan.storage import packed_bytes, storage_note
+from hf_fsdpturbo.quantisation import PackedAs
 from hf_fsdpturbo.topology import Topology
 from tests.models_recipes.planned import devices_and_memory
 from tests.models_recipes.planned import run_of as recipe_run
@@ -349,12 +351,26 @@ def test_a_config_file_that_is_none(tmp_path, capsys):
         assert "error: MODEL" in capsys.readouterr().err
 
 
-def test_a_folder_of_a_quantised_release_is_planned_in_full(tmp_path, capsys):
+def test_a_folder_of_a_quantised_release_says_what_it_becomes(tmp_path, capsys):
     config = tiny_config("gpt_oss").to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for model in (tmp_path, tmp_path / "config.json"):
         assert cli.main(["plan", str(model), "--devices", "2", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["layout"]["ep_size"] == 2
-        assert any("quantised" in note for note in found["notes"])
+        (said,) = (note for note in found["notes"] if "quantised (mxfp4)" in note)
+        assert "while they load" in said
         assert any("counted as flash" in note for note in found["notes"])
+
+
+def test_bytes_of_packed_releases():
+    """MXFP4: half a byte, and a byte of scale for 32; FP8: a byte, and four for a block, or for all."""
+    assert packed_bytes(PackedAs("mxfp4")) == 17 / 32
+    assert packed_bytes(PackedAs("fp8", (128, 128))) == 1 + 4 / 128**2
+    assert packed_bytes(PackedAs("fp8")) == 1
+    fields = {"quantization_config": {"quant_method": "fp8"}}
+    assert "1.0 GiB of packed weights become 2.0 GiB" in str(storage_note(fields, [2**29], [2**29], 2))
+    fields = {"quantization_config": {"quant_method": "mxfp4"}}
+    assert "0.3 GiB of packed" in str(storage_note(fields, [2**29], [2**29], 2))
+    assert storage_note({}, [1], [1], 2) is None
+    assert "gptq" in str(storage_note({"quantization_config": {"quant_method": "gptq"}}, [1], [1], 2))

@@ -123,6 +123,18 @@ def test_loader_converts_and_loads_in_one_function():
     assert wanted <= set(modeling_utils.LoadStateDictConfig.__dataclass_fields__)
 
 
+def test_loader_chooses_a_quantizer_in_one_function():
+    """packed_release.py wraps it in modeling_utils, and takes what the config says of a packed release."""
+    from transformers import modeling_utils
+
+    choose = modeling_utils.get_hf_quantizer
+    assert arguments(choose)[:3] == ["config", "quantization_config", "device_map"]
+    text = source(modeling_utils.PreTrainedModel.from_pretrained)
+    assert "hf_quantizer, config, device_map = get_hf_quantizer(" in text
+    assert 'getattr(config, "quantization_config", None) or getattr(' in source(choose)
+    assert "return hf_quantizer, config, device_map" in source(choose)
+
+
 def test_what_bitsandbytes_leaves_out():
     """choice.py asks the functions that Transformers' own 4-bit quantiser asks."""
     from transformers.quantizers import base, quantizer_bnb_4bit, quantizers_utils

@@ -20,12 +20,15 @@ UNIT = Path(__file__).parent
 
 # Private-looking names in our sources that are not upstream's.
 OURS = {
+    "_blocks": "end of a key of MXFP4 releases",
     "_clock": "prefix of a file that is made to ask a file system for its time",
     "_current_frames": "sys, Python's own",
     "_deleting": "suffix of a folder that is being removed",
     "_dump_nccl_trace_json": "torch's, but only in builds with NCCL: asked for with a default",
     "_exit": "os, Python's own",
     "_fsdpturbo_unused": "ours, on a model: the tensors of its release that it does not use",
+    "_scale_inv": "end of a key of FP8 releases",
+    "_scales": "end of a key of MXFP4 releases",
     "_gradient_divide_factor": "a field of fsdp_turbo's plan, older releases; tests/support/fsdp_turbo_stand_in",
 }
 # Attributes that our sources set on other objects, and that need no watching.
