@@ -58,6 +58,7 @@ class Adapter:
         config: what to add; None adds nothing.
         model: the model that was given, if it was an object.
         head_unit: as ``parallelize_model`` has it; not with an adapter, which may sit on the head.
+        with_images: as ``parallelize_model`` has it.
         with_reference: the adapter as it is now stays beside the trained one, as a preference trainer's reference.
 
     Raises:
@@ -65,9 +66,16 @@ class Adapter:
     """
 
     def __init__(
-        self, config: Any, model: Any = None, *, head_unit: bool = False, with_reference: bool = False
+        self,
+        config: Any,
+        model: Any = None,
+        *,
+        head_unit: bool = False,
+        with_images: bool = False,
+        with_reference: bool = False,
     ) -> None:
         self.config, self.head_unit, self.with_reference = config, head_unit, with_reference
+        self.with_images = with_images
         self.peft_model: Any = model if is_peft(model) else None
         if self.peft_model is not None:
             refuse_other_adapters(self.peft_model)
@@ -95,7 +103,9 @@ class Adapter:
                 f"ep_backend={args.fsdpturbo_params.ep_backend!r} does not take LoRA. Set ep_backend to 'torch'."
             )
         head_unit = self.head_unit and self.peft_model is None
-        model, report = parallelize_model(model, args, state, head_unit=head_unit)
+        model, report = parallelize_model(
+            model, args, state, head_unit=head_unit, with_images=self.with_images
+        )
         if self.peft_model is not None:
             self.frozen = [(m, n) for m in model.modules() for n, p in m._parameters.items() if _is_frozen(p)]
             self.show = hide(model)
@@ -130,6 +140,7 @@ def build_model(
     use_dcp_path: bool = True,
     peft_config: Any = None,
     head_unit: bool = False,
+    with_images: bool = False,
     with_reference: bool = False,
 ) -> tuple[Any, ShardingReport]:
     """Load a model from a path, every rank its own slices; in one process, load it whole.
@@ -157,7 +168,7 @@ def build_model(
             model = load_whole(path, build, **kwargs)
         return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     check_gradient_scale(state, fsdp_options(config))
-    adapter = Adapter(peft_config, head_unit=head_unit, with_reference=with_reference)
+    adapter = Adapter(peft_config, head_unit=head_unit, with_images=with_images, with_reference=with_reference)
     device = shard_device(config)
     reports: list[ShardingReport] = []
     if config.init_params.name == "init_on_default":
@@ -210,6 +221,7 @@ def shard_given_model(
     use_dcp_path: bool = True,
     peft_config: Any = None,
     head_unit: bool = False,
+    with_images: bool = False,
     with_reference: bool = False,
 ) -> tuple[Any, ShardingReport]:
     """Shard a model object that every rank holds whole, in place; in one process, only convert its dtype.
@@ -228,7 +240,9 @@ def shard_given_model(
     if state is None:
         return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     set_seed(cast(Any, config).seed)  # where TRL does it too, before it draws an adapter
-    adapter = Adapter(peft_config, model, head_unit=head_unit, with_reference=with_reference)
+    adapter = Adapter(
+        peft_config, model, head_unit=head_unit, with_images=with_images, with_reference=with_reference
+    )
     check_same_model(model)
     check_gradient_scale(state, fsdp_options(config))
     base, report = adapter.parallelize(base, config, state)

@@ -156,8 +156,8 @@ class FSDPTurboTrainerMixin:
         self.state.num_input_tokens_seen = self._batches.tokens_seen(before, self.state.num_input_tokens_seen)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Refuse image batches: a rank without images would not join the others in its vision tower."""
-        refusals.refuse_images(inputs, self.parallel_state)
+        """Refuse images where a rank without would not join the others."""
+        refusals.refuse_images(inputs, self.sharding_report)
         return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     # Steps

@@ -28,6 +28,8 @@ def add_reference(
     given: GivenArguments,
     config: FSDPTurboArguments,
     state: FSDPTurboParallelState | None,
+    *,
+    with_images: bool = False,
 ) -> None:
     """Replace ``ref_model`` in the trainer's arguments by a sharded model; call it before the policy is sharded.
 
@@ -58,10 +60,16 @@ def add_reference(
     if isinstance(reference, str):
         as_policy, own = _as_policy(policy), given.get("ref_model") is not None
         reference, _ = build_model(
-            trainer_class, reference, config, state, defaults=as_policy, use_dcp_path=not own
+            trainer_class,
+            reference,
+            config,
+            state,
+            defaults=as_policy,
+            use_dcp_path=not own,
+            with_images=with_images,
         )
     elif isinstance(reference, nn.Module):
-        reference, _ = shard_given_model(reference, config, state, use_dcp_path=False)
+        reference, _ = shard_given_model(reference, config, state, use_dcp_path=False, with_images=with_images)
     given["ref_model"] = reference
 
 

@@ -17,6 +17,7 @@ from transformers.trainer_utils import enable_full_determinism
 
 from hf_fsdpturbo import compat, grad_norm, launch_config
 from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, settings_beside
+from hf_fsdpturbo.images import may_have_images
 from hf_fsdpturbo.loading.files import base_of_adapter, refuse_trusted_base
 from hf_fsdpturbo.lora.adapter import config_of_files, fill_reference
 from hf_fsdpturbo.lora.adapter_files import ADAPTER_CONFIG, load_adapter
@@ -143,14 +144,19 @@ class SetUp:
         given, config, state = self.given, self.config, self.parallel_state
         if state is not None:
             refuse_new_tokens(given, config)
-        add_reference(self.trainer_class, given, config, state)
+        with_images = state is not None and self._may_have_images()
+        add_reference(self.trainer_class, given, config, state, with_images=with_images)
         model = given.get("model")
         peft_config = None if state is None else given.get("peft_config")
         self.is_own_reference = state is not None and is_own_reference(given)
         if state is not None and is_adapter(model):
-            given["model"] = self._load_adapter(model)
+            given["model"] = self._load_adapter(model, with_images)
             return self.report
-        more: dict[str, Any] = {"peft_config": peft_config, "head_unit": self.head.is_ours}
+        more: dict[str, Any] = {
+            "peft_config": peft_config,
+            "head_unit": self.head.is_ours,
+            "with_images": with_images,
+        }
         if isinstance(model, str):
             self._keep_revision(model)
             model, self.report = build_model(self.trainer_class, model, config, state, **more)
@@ -163,13 +169,20 @@ class SetUp:
         given["model"] = model
         return self.report
 
+    def _may_have_images(self) -> bool:
+        """Whether some rank's batches may have images; the same on all ranks. Collective."""
+        given = self.given
+        with together("reading the columns of the data sets"):
+            mine = may_have_images([given.get("train_dataset"), given.get("eval_dataset")], given.get("data_collator"))
+        return any(everyone(mine))
+
     def prepare_made(self, model: nn.Module) -> nn.Module:
         """What ``model_init`` has made, in one process: as a model object that was given."""
         if is_transformers_model(model):
             model, self.report = shard_given_model(model, self.config, None)
         return model
 
-    def _load_adapter(self, directory: str) -> nn.Module:
+    def _load_adapter(self, directory: str, with_images: bool) -> nn.Module:
         """The base that an adapter's files name, sharded while it loads, and the adapter filled from them.
 
         Raises:
@@ -193,6 +206,7 @@ class SetUp:
             self.config,
             self.parallel_state,
             peft_config=peft_config,
+            with_images=with_images,
             with_reference=self.is_own_reference,
         )
         with together(f"reading {directory}"):
