@@ -139,7 +139,8 @@ class FSDPTurboTrainerMixin:
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
         dataset = self._batches.stream(dataset, self.args.accelerator_config.dispatch_batches)
-        with checked_batches(self, dataset):
+        evaluates = self._rows is not None and not kwargs.get("is_training")
+        with checked_batches(self, dataset, counts_images=evaluates):
             return super()._get_dataloader(dataset, *args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from transformers.trainer_utils import has_length
 
 from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.bounded import cut
+from hf_fsdpturbo.images import note_images
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
 from hf_fsdpturbo.ranks import FAILURES, agree, raise_named, rank, world_size
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
@@ -120,10 +121,11 @@ class TokensInRange:
     Args:
         collate: the trainer's own.
         rows: of the model's embedding.
+        counts_images: add how many images each row has, for an evaluation that leaves out rows.
     """
 
-    def __init__(self, collate: Any, rows: int) -> None:
-        self.collate, self.rows = collate, rows
+    def __init__(self, collate: Any, rows: int, counts_images: bool = False) -> None:
+        self.collate, self.rows, self.counts_images = collate, rows, counts_images
 
     def __call__(self, features: Any) -> Any:
         """The batch of ``collate``.
@@ -132,6 +134,8 @@ class TokensInRange:
             ValueError: naming key, row and id.
         """
         batch = self.collate(features)
+        if self.counts_images:
+            note_images(batch, features)
         for key, value in batch.items() if isinstance(batch, Mapping) else ():
             if not isinstance(value, Tensor) or not value.numel():
                 continue
@@ -156,7 +160,7 @@ class TokensInRange:
 
 
 @contextlib.contextmanager
-def checked_batches(trainer: Any, dataset: Any) -> Iterator[None]:
+def checked_batches(trainer: Any, dataset: Any, counts_images: bool = False) -> Iterator[None]:
     """While open, the data loader that the trainer makes has :class:`TokensInRange` round its collator.
 
     Raises:
@@ -171,7 +175,7 @@ def checked_batches(trainer: Any, dataset: Any) -> Iterator[None]:
     if rows is None:
         yield
         return
-    trainer.data_collator = TokensInRange(own, rows)
+    trainer.data_collator = TokensInRange(own, rows, counts_images)
     try:
         yield
     finally:

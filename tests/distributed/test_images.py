@@ -1,0 +1,82 @@
+"""Training on images equals one plain process: images on all ranks, one, none, by turns; SFT and DPO, frozen, LoRA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.adapter_runs import as_peft
+from tests.support.compare import compare
+from tests.support.reference_run import Run, sharded_and_reference
+from tests.support.spawn import RankError
+from tests.support.tiny_pictures import save_pictures, save_tiny_vision
+
+EP2 = {"ep_size": 2}
+IN_ORDER = {"train_sampling_strategy": "sequential", "max_length": None, "weight_decay": 0.1}
+ACCUMULATE = {"gradient_accumulation_steps": 2}
+RECOMPUTE = {"gradient_checkpointing": True}
+# Two rows a micro-batch, ranks by turns: step by step, micro-batch by micro-batch, rank by rank.
+ALL, RANK0, RANK1, NONE = [1, 2, 0, 1], [2, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]
+MIXED = [*ALL, *ALL, *NONE, *RANK1, *NONE, *NONE]
+TURNS = [*RANK0, *NONE, *RANK1]
+
+
+def freeze_tower(model: Any) -> None:
+    model.model.visual.requires_grad_(False)
+
+
+def lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=r".*language_model.*\.(q_proj|v_proj)",
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+
+
+# name -> (images of each row, training arguments, the run's other fields)
+RUNS: dict[str, tuple[list[int], dict, dict]] = {
+    "mixed": (MIXED, {**ACCUMULATE, "eval_strategy": "steps", "eval_steps": 3}, {}),
+    "turns": (TURNS, RECOMPUTE, {}),
+    "never": (NONE * 3, {}, {}),
+    "frozen": (TURNS, {}, {"as_object": True, "prepare": freeze_tower}),
+    "lora": (TURNS, {}, {"trainer_kwargs": {"peft_config": lora}}),
+    "dpo": (TURNS, {}, {"trainer": "dpo"}),
+}
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder = tmp_path_factory.mktemp("images")
+    model = save_tiny_vision(folder / "model")
+    evaluation = save_pictures(folder / "eval", [1, 0, 2, 0, 1])
+    runs = {}
+    for name, (numbers, args, more) in RUNS.items():
+        data = save_pictures(folder / name, numbers, preferences=name == "dpo")
+        more = {key: {k: v() for k, v in value.items()} if key == "trainer_kwargs" else value for key, value in more.items()}
+        more |= {"eval_data": evaluation} if "eval_steps" in args else {}
+        runs[name] = Run(model, data, {**IN_ORDER, **args}, EP2, with_images=True, **more)
+    try:
+        return sharded_and_reference(runs, 2, timeout=150)
+    except RankError as error:
+        pytest.fail(str(error))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_equals_one_process(outcome: dict, run: str):
+    record, reference, _ = outcome[run]
+    comparison = compare(as_peft(record), reference)
+    print(comparison.report)
+    assert comparison, comparison.report
+    for rank in record.extra["ranks"]:
+        assert rank.digest == record.digest, "replicas have drifted apart"
+
+
+def test_evaluation_counts_each_sample_once(outcome: dict):
+    """Five rows on two ranks of two: the last batch mixes a real sample and a repeat, both with images."""
+    record, reference, _ = outcome["mixed"]
+    mine, theirs = ([log["eval_loss"] for log in each.log_history if "eval_loss" in log] for each in (record, reference))
+    assert mine == pytest.approx(theirs, rel=1e-5)
