@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.adapter_runs import as_peft
-from tests.support.compare import compare
-from tests.support.reference_run import Run, sharded_and_reference
+from tests.support.compare import TOLERANCE, compare, distance
+from tests.support.reference_run import Run, build_trainer, forget_accelerate, sharded_and_reference, whole_parameters
 from tests.support.spawn import RankError
 from tests.support.tiny_pictures import save_pictures, save_tiny_vision
 
@@ -37,14 +41,29 @@ def lora() -> Any:
     )
 
 
+def save_and_resume(trainer: Any, run: Run) -> dict[str, Any]:
+    """On ranks: save, then train once more from the first checkpoint, which knows no tower; nothing in one process."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return {}
+    saved = str(Path(run.args["output_dir"]) / "saved")
+    trainer.save_model(saved)
+    forget_accelerate()
+    other = build_trainer(replace(run, gradients=False), turbo=True)
+    other.train(resume_from_checkpoint=str(Path(run.args["output_dir"]) / "checkpoint-1"))
+    return {"weights": whole_parameters(other.model), "saved": saved}
+
+
 # name -> (images of each row, training arguments, the run's other fields)
 RUNS: dict[str, tuple[list[int], dict, dict]] = {
     "mixed": (MIXED, {**ACCUMULATE, "eval_strategy": "steps", "eval_steps": 3}, {}),
     "turns": (TURNS, RECOMPUTE, {}),
     "never": (NONE * 3, {}, {}),
     "frozen": (TURNS, {}, {"as_object": True, "prepare": freeze_tower}),
-    "lora": (TURNS, {}, {"trainer_kwargs": {"peft_config": lora}}),
+    "lora": (TURNS, {}, {}),
     "dpo": (TURNS, {}, {"trainer": "dpo"}),
+    "resumed": ([*NONE, *RANK0, *RANK1], {"save_strategy": "steps", "save_steps": 1}, {}),
 }
 
 
@@ -56,9 +75,12 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict:
     runs = {}
     for name, (numbers, args, more) in RUNS.items():
         data = save_pictures(folder / name, numbers, preferences=name == "dpo")
-        more = {key: {k: v() for k, v in value.items()} if key == "trainer_kwargs" else value for key, value in more.items()}
-        more |= {"eval_data": evaluation} if "eval_steps" in args else {}
-        runs[name] = Run(model, data, {**IN_ORDER, **args}, EP2, with_images=True, **more)
+        more = {**more, **({"eval_data": evaluation} if "eval_steps" in args else {})}
+        more |= {"trainer_kwargs": {"peft_config": lora()}} if name == "lora" else {}
+        args = {**IN_ORDER, **args, "output_dir": str(folder / f"{name}_output")}
+        runs[name] = run = Run(model, data, args, EP2, with_images=True, **more)
+        if name == "resumed":
+            runs[name] = replace(run, after_train=partial(save_and_resume, run=run))
     try:
         return sharded_and_reference(runs, 2, timeout=150)
     except RankError as error:
@@ -80,3 +102,18 @@ def test_evaluation_counts_each_sample_once(outcome: dict):
     record, reference, _ = outcome["mixed"]
     mine, theirs = ([log["eval_loss"] for log in each.log_history if "eval_loss" in log] for each in (record, reference))
     assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_saved_with_its_processor_and_resumed(outcome: dict):
+    from transformers import AutoProcessor, Qwen3VLMoeForConditionalGeneration
+
+    record, _, _ = outcome["resumed"]
+    again = record.extra["after"]["weights"]
+    off = {name: distance(tensor, record.weights[name]) for name, tensor in again.items()}
+    assert max(off.values()) < TOLERANCE, max(off, key=lambda name: off[name])
+    saved = record.extra["after"]["saved"]
+    plain = dict(Qwen3VLMoeForConditionalGeneration.from_pretrained(saved, dtype=torch.float32).named_parameters())
+    assert all(torch.equal(plain[name], tensor) for name, tensor in record.weights.items())
+    processor = AutoProcessor.from_pretrained(saved)
+    assert type(processor).__name__ == "PictureProcessor"
+    assert processor.chat_template
