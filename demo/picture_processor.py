@@ -1,4 +1,4 @@
-"""A processor for tiny Qwen3-VL models: Transformers' own needs torchvision, for videos, and those are not used here."""
+"""A processor for tiny Qwen3-VL models: Transformers' own needs torchvision for videos, which are not used here."""
 
 from __future__ import annotations
 

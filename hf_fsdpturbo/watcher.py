@@ -136,6 +136,18 @@ class Watcher:
         time.sleep(min(GOODBYE, 2.5 * POLL))
         raise ValueError(message)
 
+    def give_up(self, message: str) -> None:
+        """This rank raises: ranks that sit in a collective meanwhile end and print the message.
+
+        Returns once they have had their time, or all ranks have given up.
+        """
+        self.store.set("verdict", message)
+        self.store.add("asking", 1)
+        self.store.add("gave up", 1)
+        deadline = time.monotonic() + SITS + 3 * POLL + GOODBYE
+        while time.monotonic() < deadline and self.store.add("gave up", 0) < world_size():
+            time.sleep(POLL / 4)
+
     # The thread
 
     def _watch(self) -> None:

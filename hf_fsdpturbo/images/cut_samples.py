@@ -33,7 +33,8 @@ def images_of_first(tensors: dict[str, Tensor], per_sample_B: Tensor | None, cou
     """What the first ``count`` samples have of these tensors.
 
     Args:
-        tensors: those of images, by name: one row an image ``[N, ...]``, or one row a patch, told by ``image_grid_thw``.
+        tensors: those of images, by name: one row an image ``[N, ...]``, or one row a patch, as ``image_grid_thw``
+            has them.
         per_sample_B: how many images each sample has.
         count: samples to keep.
 

@@ -1,4 +1,4 @@
-"""Experts that image tokens alone reach (ERNIE-4.5-VL's ``vision_moe``): every rank calls them, with no rows if need be.
+"""Experts that image tokens alone reach (ERNIE-4.5-VL's ``vision_moe``): every rank calls them, if with no rows.
 
 Their exchange is a collective of every layer, which the model's own code leaves out for a batch without images. A rank
 without sends no rows, and computes those of the others.

@@ -73,7 +73,7 @@ class TowerUse:
             return
         for record in self.records:
             whole = record.unsharded_param
-            if whole.grad is None:
+            if record.sharded_param.requires_grad and whole.grad is None:  # it may have been frozen since
                 whole.grad = torch.zeros_like(whole)
         self._answer = _Answer(self.ran, self.device)  # counts from the last step on: the newest says it all
 

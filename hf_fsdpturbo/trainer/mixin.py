@@ -26,6 +26,7 @@ from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.trainer import refusals, resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
 from hf_fsdpturbo.trainer.evaluation import GatheredRows, undivided_aux_loss
+from hf_fsdpturbo.trainer.failed_batch import said_on_every_rank
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.loss_scale import LossScale
 from hf_fsdpturbo.trainer.nonfinite import NonFinite
@@ -140,8 +141,12 @@ class FSDPTurboTrainerMixin:
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
         dataset = self._batches.stream(dataset, self.args.accelerator_config.dispatch_batches)
         evaluates = self._rows is not None and not kwargs.get("is_training")
-        with checked_batches(self, dataset, counts_images=evaluates):
-            return super()._get_dataloader(dataset, *args, **kwargs)  # type: ignore[misc]
+        with checked_batches(self, dataset, counts_images=evaluates) as checked:
+            return super()._get_dataloader(checked, *args, **kwargs)  # type: ignore[misc]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        with said_on_every_rank("reading a batch"):
+            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]

@@ -50,7 +50,7 @@ from hf_fsdpturbo.trainer.refusals import (
     refuse_resizing,
     refuse_unsharded,
 )
-from hf_fsdpturbo.trainer.rows import rank0_first, refuse_rows
+from hf_fsdpturbo.trainer.rows import rank0_first, refuse_pictures, refuse_rows
 from hf_fsdpturbo.trainer.sigterm import AgreedStop
 
 logger = logging.getLogger(__name__)
@@ -144,6 +144,7 @@ class SetUp:
         given, config, state = self.given, self.config, self.parallel_state
         if state is not None:
             refuse_new_tokens(given, config)
+        refuse_pictures(self.trainer_class, given)
         with_images = state is not None and self._may_have_images()
         add_reference(self.trainer_class, given, config, state, with_images=with_images)
         model = given.get("model")
@@ -182,7 +183,7 @@ class SetUp:
             model, self.report = shard_given_model(model, self.config, None)
         return model
 
-    def _load_adapter(self, directory: str, with_images: bool) -> nn.Module:
+    def _load_adapter(self, directory: str, with_images: bool = False) -> nn.Module:
         """The base that an adapter's files name, sharded while it loads, and the adapter filled from them.
 
         Raises:

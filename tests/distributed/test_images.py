@@ -13,8 +13,8 @@ import torch
 from tests.support.adapter_runs import as_peft
 from tests.support.compare import TOLERANCE, compare, distance
 from tests.support.reference_run import Run, build_trainer, forget_accelerate, sharded_and_reference, whole_parameters
-from tests.support.spawn import RankError
-from tests.support.tiny_pictures import save_pictures, save_tiny_vision
+from tests.support.spawn import RankError, run_ranks
+from tests.support.tiny_pictures import picture, picture_rows, save_pictures, save_tiny_vision
 
 EP2 = {"ep_size": 2}
 IN_ORDER = {"train_sampling_strategy": "sequential", "max_length": None, "weight_decay": 0.1}
@@ -28,6 +28,10 @@ TURNS = [*RANK0, *NONE, *RANK1]
 
 def freeze_tower(model: Any) -> None:
     model.model.visual.requires_grad_(False)
+
+
+def freeze_later(trainer: Any) -> None:
+    freeze_tower(trainer.model)
 
 
 def lora() -> Any:
@@ -63,6 +67,7 @@ RUNS: dict[str, tuple[list[int], dict, dict]] = {
     "frozen": (TURNS, {}, {"as_object": True, "prepare": freeze_tower}),
     "lora": (TURNS, {}, {}),
     "dpo": (TURNS, {}, {"trainer": "dpo"}),
+    "frozen_later": (TURNS, {}, {"before_train": freeze_later}),
     "resumed": ([*NONE, *RANK0, *RANK1], {"save_strategy": "steps", "save_steps": 1}, {}),
 }
 
@@ -100,8 +105,8 @@ def test_equals_one_process(outcome: dict, run: str):
 def test_evaluation_counts_each_sample_once(outcome: dict):
     """Five rows on two ranks of two: the last batch mixes a real sample and a repeat, both with images."""
     record, reference, _ = outcome["mixed"]
-    mine, theirs = ([log["eval_loss"] for log in each.log_history if "eval_loss" in log] for each in (record, reference))
-    assert mine == pytest.approx(theirs, rel=1e-5)
+    mine, theirs = (next(log for log in each.log_history if "eval_loss" in log) for each in (record, reference))
+    assert mine["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
 
 
 def test_saved_with_its_processor_and_resumed(outcome: dict):
@@ -117,3 +122,37 @@ def test_saved_with_its_processor_and_resumed(outcome: dict):
     processor = AutoProcessor.from_pretrained(saved)
     assert type(processor).__name__ == "PictureProcessor"
     assert processor.chat_template
+
+
+def bad_pictures(model: str, folder: str) -> None:
+    """Rank function: a file that is missing is named at set-up; one that breaks off, when rank 1 reads it."""
+    from datasets import Dataset, Image, List
+
+    from hf_fsdpturbo import watcher
+
+    watcher.POLL, watcher.SITS, watcher.GOODBYE = 0.1, 1.0, 2.0
+    for bad in ("missing.png", "cut.png"):
+        rows = picture_rows([1, 0, 1, 0])
+        rows["images"] = [[f"{folder}/good.png"], [], [f"{folder}/{bad}"], []]
+        data = Dataset.from_dict(rows).cast_column("images", List(Image()))
+        run = Run(model, data, {**IN_ORDER, "max_steps": 1}, EP2, with_images=True)
+        forget_accelerate()
+        try:
+            build_trainer(run, turbo=True).train()
+        except ValueError as error:
+            print(error, flush=True)
+
+
+def test_bad_pictures_are_named_on_every_rank(tmp_path: Path):
+    picture(0).resize((64, 64)).save(tmp_path / "good.png")
+    content = (tmp_path / "good.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(content[: len(content) // 2])
+    model = save_tiny_vision(tmp_path / "model")
+    with pytest.raises(RankError) as raised:
+        run_ranks(bad_pictures, 2, model, str(tmp_path), timeout=90)
+    print(raised.value)
+    assert raised.value.rank == 0
+    assert "rank 0 is ended: reading a batch failed on rank 1: column 'images': file" in str(raised.value)
+    assert "cut.png cannot be read (image file is truncated)" in str(raised.value)
+    assert "train_dataset: row 2, column 'images', image 0: file" in str(raised.value)
+    assert "missing.png does not exist" in str(raised.value)

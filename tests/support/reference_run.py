@@ -170,6 +170,8 @@ def build_trainer(run: Run, turbo: bool, **more_args: Any) -> Any:
 def _dataset(data: dict[str, list[Any]] | str) -> Any:
     from datasets import Dataset
 
+    if isinstance(data, Dataset):
+        return data
     return Dataset.load_from_disk(data) if isinstance(data, str) else Dataset.from_dict(data)
 
 
