@@ -19,6 +19,8 @@ def line(name, shape, ms, megabytes):
 
 
 def main():
+    from hf_fsdpturbo.ops import triton_rows, triton_swiglu  # here, as get_ops does: a file that needs triton
+
     ops = get_ops("cuda")
     torch.manual_seed(0)
     index = torch.rand(T, E, device="cuda").topk(K, dim=-1).indices
@@ -33,12 +35,12 @@ def main():
     line("count + place", "-", median_ms(lambda: ops.count_routing(index, E, 1)), index.nbytes / mb)
     line("count, ep 2", "-", median_ms(lambda: ops.count_routing(index, E, 2)), index.nbytes / mb)
     for shape in ROWS:
-        ops._ROW_BLOCK, ops._ROW_WARPS = shape
+        triton_rows._ROW_BLOCK, triton_rows._ROW_WARPS = shape
         size = (wide.nbytes + x.nbytes) / mb
         line("scatter rows", shape, median_ms(lambda: ops.scatter_rows(x, slots, wide)), size)
         line("gather sum", shape, median_ms(lambda: ops.gather_sum(wide, slots, out)), size)
     for shape in TILES:
-        ops._SWIGLU_ROWS, ops._SWIGLU_COLUMNS, ops._SWIGLU_WARPS = shape
+        triton_swiglu._SWIGLU_ROWS, triton_swiglu._SWIGLU_COLUMNS, triton_swiglu._SWIGLU_WARPS = shape
         size = (hidden.nbytes + active.nbytes) / mb
         line("swiglu", shape, median_ms(lambda: ops.swiglu(hidden, weights)), size)
         line("swiglu backward", shape, median_ms(lambda: ops.swiglu_backward(hidden, weights, active)), 2 * size)

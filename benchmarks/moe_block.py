@@ -14,6 +14,7 @@ import torch
 from transformers.integrations.moe import _default_apply_gate, grouped_mm_experts_forward
 
 from hf_fsdpturbo.dispatch.fused import FusedDispatcher
+from hf_fsdpturbo.ops import torch as plain
 from hf_fsdpturbo.ops.table import get_ops
 
 ON_GPU = torch.cuda.is_available()
@@ -103,7 +104,7 @@ def exact(x, weights, gate_up, down, index, gradient):
 
 
 def floor(x, weights, gate_up, down, index, ops):
-    """The six grouped matmuls, and each of our kernels, on this routing: ms by name."""
+    """The six grouped matmuls (torch's, and those that ops takes) and each of our kernels on this routing: ms by name."""
     experts, top_k = gate_up.shape[0], index.shape[1]
     gate_up, down, x = gate_up.detach(), down.detach(), x.detach()
     routing = ops.count_routing(index, experts, 1)
@@ -114,14 +115,17 @@ def floor(x, weights, gate_up, down, index, ops):
         tensor.normal_()
     weights_S = torch.rand(S, device=x.device)
     out = torch.empty_like(x)
-    matmuls = {
-        "up": lambda: ops.grouped_mm(rows, gate_up.transpose(1, 2), ends),
-        "down": lambda: ops.grouped_mm(active, down.transpose(1, 2), ends),
-        "d active": lambda: ops.grouped_mm(back, down, ends),
-        "d rows": lambda: ops.grouped_mm(hidden, gate_up, ends),
-        "d gate_up": lambda: ops.grouped_mm(hidden.t(), rows, ends),
-        "d down": lambda: ops.grouped_mm(back.t(), active, ends),
-    }
+
+    def matmuls(grouped_mm):
+        return {
+            "up": lambda: grouped_mm(rows, gate_up.transpose(1, 2), ends),
+            "down": lambda: grouped_mm(active, down.transpose(1, 2), ends),
+            "d active": lambda: grouped_mm(back, down, ends),
+            "d rows": lambda: grouped_mm(hidden, gate_up, ends),
+            "d gate_up": lambda: grouped_mm(hidden.t(), rows, ends),
+            "d down": lambda: grouped_mm(back.t(), active, ends),
+        }
+
     others = {
         "count + place": (1, lambda: ops.count_routing(index, experts, 1)),
         "slots": (1, lambda: ops.slot_pairs(routing, routing.totals_X.unsqueeze(0), 0)),
@@ -131,9 +135,12 @@ def floor(x, weights, gate_up, down, index, ops):
         "swiglu backward": (1, lambda: ops.swiglu_backward(hidden, weights_S, active)),
     }
     assert top_k == slots.shape[1]
-    gemm = {name: median_ms(function) for name, function in matmuls.items()}
+    gemm, taken = (
+        {name: median_ms(function) for name, function in matmuls(grouped_mm).items()}
+        for grouped_mm in (plain.grouped_mm, ops.grouped_mm)
+    )
     rest = {name: (times, median_ms(function)) for name, (times, function) in others.items()}
-    return gemm, rest
+    return gemm, taken, rest
 
 
 def empty_expert_check(ops, gate_up, down):
@@ -164,11 +171,12 @@ def main():
     results["ours"], values["ours"] = measure(lambda x, i, w: dispatcher(x, i, w, experts), *inputs)
     results["transformers"], values["transformers"] = measure(transformers_block(gate_up, down), *inputs)
     reference = exact(*inputs)
-    gemm, rest = floor(x, weights, gate_up, down, index, ops)
+    gemm, taken, rest = floor(x, weights, gate_up, down, index, ops)
     total = sum(gemm.values())
-    results["floor"] = gemm
+    results["floor"], results["taken"] = gemm, taken
     results["kernels"] = {name: dict(times=times, ms=ms) for name, (times, ms) in rest.items()}
     print(f"six grouped matmuls {total:.3f} ms: " + ", ".join(f"{name} {ms:.3f}" for name, ms in gemm.items()))
+    print(f"those taken {sum(taken.values()):.3f} ms: " + ", ".join(f"{name} {ms:.3f}" for name, ms in taken.items()))
     print("others: " + ", ".join(f"{name} {times} x {ms:.3f}" for name, (times, ms) in rest.items()))
     print(f"matmuls + others {total + sum(times * ms for times, ms in rest.values()):.3f} ms")
     print(f"empty experts give zero gradients: {empty_expert_check(ops, gate_up.detach(), down.detach())}")

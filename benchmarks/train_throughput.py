@@ -158,17 +158,24 @@ def write_breakdown(profiler, wall, path):
         kinds[kind] = kinds.get(kind, 0) + ms
         count, total = kernels.get(event.name, (0, 0))
         kernels[event.name] = (count + 1, total + ms)
-        intervals.append((event.time_range.start, event.time_range.end))
-    busy, end = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
+        intervals.append((event.time_range.start, event.time_range.end, event.name))
+    busy, before, gaps = 0.0, "", []
+    end = min(start for start, *_ in intervals)
+    for start, stop, name in sorted(intervals):
+        if start > end:
+            gaps.append((start - end, before, name))
         busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
+        if stop >= end:
+            end, before = stop, name
     lines = [
         f"step {wall * 1e3:.1f} ms under the profiler, GPU busy {busy / 1e3:.1f} ms (kinds overlap across streams)"
     ]
     lines += [f"{ms:9.2f} ms  {kind}" for kind, ms in sorted(kinds.items(), key=lambda item: -item[1])]
     top = sorted(kernels.items(), key=lambda item: -item[1][1])[:25]
     lines += ["", *(f"{ms:9.2f} ms x{count:<5d} {name[:110]}" for name, (count, ms) in top)]
+    idle = sum(gap for gap, *_ in gaps)
+    lines += ["", f"{idle / 1e3:9.2f} ms  idle between kernels, {len(gaps)} times; the longest:"]
+    lines += [f"{gap / 1e3:9.2f} ms  {a[:60]}  ->  {b[:60]}" for gap, a, b in sorted(gaps, reverse=True)[:15]]
     with open(path, "w", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n")
     print("\n".join(lines), flush=True)

@@ -18,9 +18,9 @@ import numpy
 import torch
 from datasets import Dataset, Features, Image, List, Value
 from make_inputs import train_tokenizer
+from picture_processor import END, IMAGE, PATCH, START, VIDEO, make_processor
 from PIL import Image as Pictures
 from PIL import ImageDraw
-from picture_processor import END, IMAGE, PATCH, START, VIDEO, make_processor
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 SIDE = 48  # pixels: nine tokens
@@ -94,9 +94,8 @@ def main(out: Path) -> None:
     train, test = rows(NUM_TRAIN, 1), rows(NUM_TEST, 2)
     as_dataset(train).save_to_disk(str(out / "train"))
     as_dataset(test).save_to_disk(str(out / "test"))
-    texts = [
-        {"prompt": f"user: {row['prompt'][0]['content']}", "completion": row["completion"][0]["content"]} for row in train
-    ]
+    texts = [{"prompt": row["prompt"][0]["content"], "completion": row["completion"][0]["content"]} for row in train]
+    texts.append({"prompt": "user: assistant: ", "completion": ""})
     processor = make_processor(train_tokenizer(texts), SIDE)
     processor.save_pretrained(out / "base_model")
     model = untrained_model(processor.tokenizer)

@@ -33,6 +33,7 @@ OPTIONAL: dict[str, tuple[str, str]] = {
     "torch_npu": ("torch-npu", "pip install 'hf_fsdpturbo[npu]' (the release that matches torch and CANN)"),
     "fsdp_turbo": ("fsdp-turbo", "pip install --no-deps -r requirements/fsdpturbo.txt"),
     "triton": ("triton", "pip install triton (CUDA wheels of torch bring it along)"),
+    "quack": ("quack-kernels", "pip install 'hf_fsdpturbo[quack]'"),
     "matplotlib": ("matplotlib", "pip install 'hf_fsdpturbo[demo]'"),
 }
 

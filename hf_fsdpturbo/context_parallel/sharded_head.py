@@ -77,13 +77,15 @@ class CutHead:
 
 
 def install_sharded_head(model: nn.Module) -> None:
-    """Cut the fused LM head of a context-parallel model.
+    """Cut the fused LM head of a context-parallel model, unless it is.
 
     Raises:
         ValueError: the model has no fused head, or is not cut; ``HiddenCode`` where a decorator hides which.
     """
     model = getattr(model, "get_base_model", lambda: model)()  # PEFT's wrapper
     forward = model.__dict__.get("forward")
+    if isinstance(forward, CutHead):
+        return
     asked = "whether it has TRL's fused LM head"
     wrappers = [] if forward is None else functions_of(forward, f"{type(model).__name__}.forward", asked)
     fused = any("fused_lm_head" in wrapper.__code__.co_varnames for wrapper in wrappers)

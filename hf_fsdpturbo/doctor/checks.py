@@ -98,11 +98,10 @@ def _hopper_triton(torch_report: dict[str, Any], triton: Version | None) -> list
     low, high = TRITON_WRONG_ON_HOPPER
     if not hopper or triton is None or not low <= Version(triton.base_version) < high:
         return []
-    if installed_version("tilelang") is not None:
-        return [Finding("pairs", "Hopper / Triton", OK, f"Triton {triton} is in the wrong range, tilelang stands in")]
     return [Finding(
-        "pairs", "Hopper / Triton / FLA", WARN, f"Triton {triton} computes wrong gated delta rule gradients on "
-        f"{hopper[0]['name']}: our PyTorch rule runs instead, slower", f"triton>={high}, or tilelang",
+        "pairs", "Hopper / Triton / FLA", NOTE, f"Triton {triton} miscompiles some blocks of FLA's gated backward on "
+        f"{hopper[0]['name']}; each run compares FLA with our rule on its own sizes first",
+        f"triton>={high} has the fix",
     )]  # fmt: skip
 
 

@@ -112,6 +112,7 @@ def probe_stack() -> dict[str, Any]:
     from transformers.utils import is_flash_attn_2_available
 
     from hf_fsdpturbo.kernels import fla
+    from hf_fsdpturbo.kernels.fla_trial import TrialSizes, trial
 
     kind = _accelerator()
     attention = {
@@ -119,7 +120,7 @@ def probe_stack() -> dict[str, Any]:
         "flash_attention_2": bool(is_flash_attn_2_available()),
         "flex_attention": _import_problem("torch.nn.attention.flex_attention") is None,
     }
-    problem = fla.why_not(kind) or fla.self_check(torch.device(kind), 64, 128, 128)
+    problem = fla.why_not(kind) or trial(torch.device(kind), TrialSizes())[0]
     return {"imports": imports, "attention": attention, "device_type": kind, "fla": problem}
 
 

@@ -76,7 +76,9 @@ KERNELS: dict[str, Callable[[nn.Module, KernelParams, str, set[str]], Applied]] 
 assert tuple(KERNELS) == KERNEL_NAMES, "arguments/params.py and this table must name the same sets in the same order"
 
 
-def apply_kernels(model: nn.Module, params: KernelParams | None, device_type: str) -> KernelReport:
+def apply_kernels(
+    model: nn.Module, params: KernelParams | None, device_type: str, cp_size: int = 1, length: int | None = None
+) -> KernelReport:
     """Put the kernel sets of ``kernel_config`` into ``model``, in order; call it before sharding.
 
     A model with linear attention always gets a rule that keeps packed documents apart: FLA's where it is chosen and
@@ -86,6 +88,8 @@ def apply_kernels(model: nn.Module, params: KernelParams | None, device_type: st
         model: on meta or with real weights.
         params: None for a run without kernel_config.
         device_type: where the model will run ("cpu", "cuda", "npu").
+        cp_size: ranks over which context parallelism divides the heads.
+        length: positions of a row, where the arguments tell; FLA is tried at it.
 
     Raises:
         ValueError: a set matches nothing, a package is missing, or a second model in this process has other settings;
@@ -97,7 +101,7 @@ def apply_kernels(model: nn.Module, params: KernelParams | None, device_type: st
         for name in params.name if params is not None else ():
             _add(report, KERNELS[name](model, params, device_type, applied))  # type: ignore[arg-type]
         if next(linear_attention_layers(model), None) is not None:
-            choice, lines, notices = choose(model, params, device_type)
+            choice, lines, notices = choose(model, params, device_type, cp_size, length)
             _add(report, Applied(apply_linear_attention(model, choice), lines, notices))
     except (ValueError, ImportError):
         report.close()

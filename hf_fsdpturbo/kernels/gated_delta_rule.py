@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from hf_fsdpturbo.kernels.state_walk import walk
 from hf_fsdpturbo.packing.documents import document_ids_from_cu_seqlens
 
 # Arguments of FLA's rule that change the result and that this rule does not implement: refused, never dropped.
@@ -89,11 +90,12 @@ def chunk_gated_delta_rule(
                                            output_final_state, use_qk_l2norm_in_kernel)  # fmt: skip
         ids = document_ids_from_cu_seqlens(cu_seqlens, query.shape[1])
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    q, k, v, log_decay, write = (x.to(dtype) for x in (query, key, value, g, beta))
-    if use_qk_l2norm_in_kernel:
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2NORM_EPS) for x in (q, k))
-    q = q * query.shape[-1] ** -0.5
-    out, state = _chunked(q, k, v, log_decay, write, chunk_size, initial_state, ids)
+    with torch.autocast(query.device.type, enabled=False):  # it would round the walked state to bf16 at every chunk
+        q, k, v, log_decay, write = (_to_chunks(x, chunk_size, dtype) for x in (query, key, value, g, beta))
+        if use_qk_l2norm_in_kernel:
+            q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2NORM_EPS) for x in (q, k))
+        q = q * query.shape[-1] ** -0.5
+        out, state = _chunked(q, k, v, log_decay, write, query.shape[1], initial_state, ids)
     return out.to(query.dtype), state if output_final_state else None
 
 
@@ -139,28 +141,27 @@ def _one_document_at_a_time(
     return torch.cat(outs, 1), torch.cat(states) if output_final_state else None
 
 
-def _to_chunks(x: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
-    """``[B, S, H, ...]`` -> ``[P, B, H, C, ...]``, zero-padded at the end of S."""
-    batch, length, heads, *rest = x.shape
-    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, num_chunks * chunk_size - length))
-    return x.reshape(batch, num_chunks, chunk_size, heads, *rest).permute(1, 0, 3, 2, *range(4, x.ndim + 1))
+def _to_chunks(x: torch.Tensor, chunk_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """``[B, S, H, ...]`` -> ``[P, B, H, C, ...]`` in ``dtype``, zero-padded at the end of S; one copy does it all."""
+    missing = -x.shape[1] % chunk_size
+    if missing:
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing))
+    chunks = x.unflatten(1, (-1, chunk_size)).permute(1, 0, 3, 2, *range(4, x.ndim + 1))
+    return chunks.to(dtype, memory_format=torch.contiguous_format)
 
 
 def _chunked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, write: torch.Tensor,
-    chunk_size: int, initial_state: torch.Tensor | None, document_ids: torch.Tensor | None,
+    length: int, initial_state: torch.Tensor | None, document_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The rule on prepared float inputs, q scaled: ``out [B, S, Hv, Dv]``, and the last state ``[B, Hv, Dk, Dv]``."""
-    batch, length, key_heads, key_dim = k.shape
-    value_heads, value_dim = v.shape[2:]
+    """The rule on prepared chunks, q scaled: ``out [B, S, Hv, Dv]``, and the last state ``[B, Hv, Dk, Dv]``."""
+    num_chunks, batch, key_heads, chunk_size, key_dim = k.shape
+    value_heads, value_dim = v.shape[2], v.shape[4]
     groups = value_heads // key_heads
-    num_chunks = -(-length // chunk_size)
     causal, reads, writes, keeps = _masks(document_ids, batch, num_chunks, chunk_size, length, q.device)
 
-    q, k = (_to_chunks(x, num_chunks, chunk_size).unsqueeze(3) for x in (q, k))  # [P, B, Hk, 1, C, Dk]
-    v, log_decay, write = (
-        _to_chunks(x, num_chunks, chunk_size).unflatten(2, (key_heads, groups)) for x in (v, log_decay, write)
-    )  # [P, B, Hk, G, C(, Dv)]
+    q, k = (x.unsqueeze(3) for x in (q, k))  # [P, B, Hk, 1, C, Dk]
+    v, log_decay, write = (x.unflatten(2, (key_heads, groups)) for x in (v, log_decay, write))  # [P, B, Hk, G, C...]
     total = log_decay.cumsum(-1)
     pairwise = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~causal, float("-inf")).exp()
     from_state = total.exp() * reads  # decay from the chunk's start; 0 where the state belongs to another document
@@ -171,28 +172,18 @@ def _chunked(
     right = torch.cat((v * write.unsqueeze(-1), k * (write * from_state).unsqueeze(-1)), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
 
-    def matrices(x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # [P, B, Hk, G, ...] -> P tensors [M, ...]
-        return x.flatten(1, 3).unbind(0)
-
-    new_values, old_reads = (matrices(x) for x in solved.split((value_dim, key_dim), -1))
-    attention = matrices((q @ k.transpose(-1, -2)) * pairwise)
-    queries = matrices(q * from_state.unsqueeze(-1))
-    keys = matrices((k * to_state.unsqueeze(-1)).transpose(-1, -2))
-    decays = matrices((total[..., -1].exp() * keeps)[..., None, None])
-
+    # [P, B, Hk, G, ...] -> [P, M, ...]
+    new_values, old_reads = (x.flatten(1, 3) for x in solved.split((value_dim, key_dim), -1))
+    attention = ((q @ k.transpose(-1, -2)) * pairwise).flatten(1, 3)
+    queries = (q * from_state.unsqueeze(-1)).flatten(1, 3)
+    keys = (k * to_state.unsqueeze(-1)).flatten(1, 3)
+    decays = (total[..., -1].exp() * keeps).flatten(1, 3)
     if initial_state is None:
         state = q.new_zeros(batch * value_heads, key_dim, value_dim)
     else:
         state = initial_state.to(q.dtype).flatten(0, 1)
-    outs = []
-    for new_value, old_read, attend, read, k_write, decay in zip(
-        new_values, old_reads, attention, queries, keys, decays, strict=True
-    ):
-        correction = torch.baddbmm(new_value, old_read, state, alpha=-1)
-        outs.append(torch.baddbmm(torch.bmm(read, state), attend, correction))
-        state = torch.baddbmm(state * decay, k_write, correction)
-
-    out = torch.stack(outs).unflatten(1, (batch, value_heads)).permute(1, 0, 3, 2, 4)  # [B, P, C, Hv, Dv]
+    out, state = walk(new_values, old_reads, attention, queries, keys, decays, state)
+    out = out.unflatten(1, (batch, value_heads)).permute(1, 0, 3, 2, 4)  # [B, P, C, Hv, Dv]
     return out.flatten(1, 2)[:, :length], state.unflatten(0, (batch, value_heads))
 
 

@@ -6,6 +6,7 @@ Shape legend: see gated_delta_rule.py.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,20 @@ from torch import nn
 
 from hf_fsdpturbo.arguments import FLA_OPERATOR_NAMES, KernelParams
 from hf_fsdpturbo.kernels import fla
+from hf_fsdpturbo.kernels.fla_trial import WORTH_SAYING, TrialSizes, trial
 from hf_fsdpturbo.kernels.gated_delta_rule import causal_conv1d, chunk_gated_delta_rule
 from hf_fsdpturbo.kernels.rebinding import CONV, RECURRENT, RULE, linear_attention_layers, rebind, scope_of
 from hf_fsdpturbo.packing.documents import Documents, attach_documents
-from hf_fsdpturbo.ranks import everyone
+from hf_fsdpturbo.ranks import everyone, from_node_leader, node, rank
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_SIZE = 64
 COST = "Steps about 2.5 times slower than with FLA's kernels have been reported (trl issue 5713)"
+TUNING = (
+    "Trying flash-linear-attention on this run's sizes (%s). Kernels that this machine has not seen are tuned and "
+    "compiled first, which can take minutes; the result is kept in Triton's cache (TRITON_CACHE_DIR, ~/.triton)."
+)
 CHUNK_OPERATOR, RECURRENT_OPERATOR = FLA_OPERATOR_NAMES
 
 
@@ -119,7 +127,9 @@ def make_conv(choice: Choice) -> Callable[..., torch.Tensor]:
     return conv
 
 
-def choose(model: nn.Module, params: KernelParams | None, device_type: str) -> tuple[Choice, list[str], list[str]]:
+def choose(
+    model: nn.Module, params: KernelParams | None, device_type: str, cp_size: int = 1, length: int | None = None
+) -> tuple[Choice, list[str], list[str]]:
     """Decide for a model with linear attention.
 
     kernel_config None keeps Transformers' own default (FLA where it can run); a kernel_config says exactly what runs,
@@ -138,7 +148,8 @@ def choose(model: nn.Module, params: KernelParams | None, device_type: str) -> t
     if params is not None and not named:
         reason = "kernel_config name does not list flash-linear-attention"
     else:
-        reason = _agreed(device_type, fla.why_not(device_type), lambda: _trial(model, device_type, chunk_size)) or ""
+        sizes = trial_sizes(model, chunk_size, cp_size, length)
+        reason = _agreed(device_type, fla.why_not(device_type), sizes) or ""
     if not reason:
         left_out = "" if CHUNK_OPERATOR in wanted else f"; {CHUNK_OPERATOR} is not included and stays PyTorch"
         names = ", ".join(sorted(wanted))
@@ -150,23 +161,50 @@ def choose(model: nn.Module, params: KernelParams | None, device_type: str) -> t
     return ours, [], [f"{described} on {device_type}, because {reason}.{cost}"]
 
 
-def _agreed(device_type: str, why_not: str | None, trial: Callable[[], str | None]) -> str | None:
+def _agreed(device_type: str, why_not: str | None, sizes: TrialSizes) -> str | None:
     """Why FLA does not run, the same text on every rank; None where it runs on all of them."""
     if device_type == "cpu" and why_not is not None:
         return why_not  # no rank has kernels: nothing to ask the others
-    reason = why_not or trial()
-    reasons = everyone(reason)
-    failed = [rank for rank, text in enumerate(reasons) if text is not None]
+    reasons = everyone(_in_turn(device_type, why_not, sizes))
+    failed = [index for index, text in enumerate(reasons) if text is not None]
     if not failed:
         return None
     where = "" if len(failed) == len(reasons) else f"on rank {', '.join(map(str, failed))} of {len(reasons)}, "
     return f"{where}{reasons[failed[0]]}"
 
 
-def _trial(model: nn.Module, device_type: str, chunk_size: int) -> str | None:
+def _in_turn(device_type: str, why_not: str | None, sizes: TrialSizes) -> str | None:
+    """This rank's trial. The first rank of a machine goes first: the others find what it tuned and compiled."""
+    first = node()[1][0] == rank()
+    if rank() == 0 and why_not is None and device_type != "cpu":
+        logger.warning(TUNING, sizes)
+    try:
+        reason = why_not or (_tried(device_type, sizes) if first else None)
+    finally:
+        from_node_leader(None)
+    return reason or (None if first else _tried(device_type, sizes))
+
+
+def _tried(device_type: str, sizes: TrialSizes) -> str | None:
+    problem, seconds = trial(torch.device(device_type), sizes)
+    if rank() == 0 and seconds > WORTH_SAYING:
+        logger.warning("flash-linear-attention's trial took %.0f s.", seconds)
+    return problem
+
+
+def trial_sizes(model: nn.Module, chunk_size: int, cp_size: int, length: int | None) -> TrialSizes:
+    """What one rank's kernels will be asked; a model that does not tell a size is tried at the usual one."""
     _, layer = next(linear_attention_layers(model))
-    sizes = [getattr(layer, n, d) for n, d in (("head_k_dim", 128), ("head_v_dim", 128), ("conv_kernel_size", 4))]
-    return fla.self_check(torch.device(device_type), chunk_size, *sizes)
+    usual = TrialSizes()
+    return TrialSizes(
+        key_heads=max(1, getattr(layer, "num_k_heads", usual.key_heads) // cp_size),
+        value_heads=max(1, getattr(layer, "num_v_heads", usual.value_heads) // cp_size),
+        key_dim=getattr(layer, "head_k_dim", usual.key_dim),
+        value_dim=getattr(layer, "head_v_dim", usual.value_dim),
+        conv_width=getattr(layer, "conv_kernel_size", usual.conv_width),
+        chunk_size=chunk_size,
+        length=length or usual.length,
+    )
 
 
 def base_models(model: nn.Module) -> list[nn.Module]:

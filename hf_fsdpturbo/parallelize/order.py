@@ -177,7 +177,8 @@ def parallelize_model(
     report.notes += notes
     if counts and params.ep_backend == "torch":
         report.notes += nodes_in_words(state.topology, params.ep_dispatcher)
-    report.kernels = apply_kernels(model, args.kernel_params, state.device_type)
+    cp_size, length = state.topology.cp_size, getattr(args, "max_length", None)  # max_length: TRL's
+    report.kernels = apply_kernels(model, args.kernel_params, state.device_type, cp_size, length)
     if state.topology.cp_size > 1:
         install_context_parallel(model, state.cp_mesh)
     else:
@@ -254,7 +255,9 @@ def _route_upstream(
 def prepare_one_process(model: PreTrainedModel, args: FSDPTurboArguments, topology: Topology) -> ShardingReport:
     """Kernels, our expert block and routing tape of a run of one process; accelerate prepares the model as usual."""
     report = ShardingReport(topology.to_dict(), "none")
-    report.kernels = apply_kernels(model, args.kernel_params, args.device.type)
+    report.kernels = apply_kernels(
+        model, args.kernel_params, args.device.type, length=getattr(args, "max_length", None)
+    )
     keep_documents_apart(model)
     dispatcher, note = dispatcher_alone(args)
     routed = route_in_one_process(model, dispatcher)

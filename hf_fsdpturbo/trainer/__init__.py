@@ -2,8 +2,10 @@
 
     mixin.py             the only class that overrides methods of Transformers' trainers
     set_up.py            what happens round the parent's ``__init__``
+    training.py          what happens round one call of ``train()``
     saving.py            checkpoints and Hub files
-    resuming.py          which checkpoint, and filling model, optimizer, scheduler from it
+    resumed_from.py      which checkpoint a run goes on from
+    resuming.py          filling model, optimizer, scheduler from it
     batches.py           what to count once where cp ranks share a batch
     evaluation.py        each sample counts once; the only owner of accelerator.gather
     step_norm.py         the gradient norm of a step, and its clip

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset
 
 from hf_fsdpturbo.ranks import rank
+from hf_fsdpturbo.trainer.evaluation import GatheredRows
 
 # Note [What data ranks read]
 # Of a map-style data set a rank reads its own samples; accelerate lets it walk the index batches of all ranks, 0.3 to
@@ -66,8 +68,12 @@ class SharedBatches:
         self.data_ranks = data_ranks
         self._said: set[str] = set()
 
-    def read_on_every_rank(self, config: Any) -> None:
-        """Set accelerate's ``dispatch_batches`` to False where nothing is given: see :meth:`cost_of_stream`."""
+    def read_on_every_rank(self, accelerator: Any, mesh: DeviceMesh) -> None:
+        """Each rank reads its batches, and those that share one the same: its loader looks at the mesh's axis names.
+
+        accelerate's ``dispatch_batches`` becomes False where nothing is given: see :meth:`cost_of_stream`.
+        """
+        accelerator.state.device_mesh, config = mesh, accelerator.dataloader_config
         if config.dispatch_batches is None:
             config.dispatch_batches = False
 
@@ -106,9 +112,16 @@ class SharedBatches:
         sends = ", and sends them all to every rank" if dispatch else ""
         return f"iterable data set: {who} reads {ranks} batches for each one that a rank trains on{sends}. {fix}."
 
-    def items(self, items: Any, summed: bool) -> Any:
-        """Tokens of a step: Transformers divides by the ranks of one batch also where it has summed over none."""
-        return items * self.cp_size if isinstance(items, Tensor) and not summed else items
+    def items(self, items: Any, summed: bool, rows: GatheredRows | None) -> Any:
+        """Tokens of a step: Transformers divides by the ranks of one batch also where it has summed over none.
+
+        Where it has, ``rows`` makes them those of one process, None in a run of one.
+        """
+        if not isinstance(items, Tensor):
+            return items
+        if not summed:
+            return items * self.cp_size
+        return items if rows is None else rows.items_of_one_process(items)
 
     def tokens_seen(self, before: int, after: int) -> int:
         """A running count of tokens to which all ranks of a batch have added theirs."""

@@ -11,6 +11,7 @@ B samples a rank, m rows a sample (2 where a batch is chosen and rejected), c re
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,17 +53,23 @@ class GatheredRows:
         self.accelerator.gather_for_metrics = self._gather_for_metrics  # type: ignore[method-assign]
 
     @contextlib.contextmanager
-    def evaluation(self, scalars_are_means: bool) -> Iterator[None]:
-        """While open, repeats in an uneven last batch leave what is gathered.
+    def evaluation(self, trainer: Any) -> Iterator[None]:
+        """While open, repeats in an uneven last batch leave what ``trainer`` gathers.
 
-        Args:
-            scalars_are_means: a rank's scalar is the mean of its samples, and so comes once for each of them.
+        Its ``scalars_are_means``: a rank's scalar is the mean of its samples, and so comes once for each of them.
         """
-        self.evaluating, self.scalars_are_means = True, scalars_are_means
+        self.evaluating, self.scalars_are_means = True, trainer.scalars_are_means
         try:
-            yield
+            with undivided_aux_loss(trainer):
+                yield
         finally:
             self.evaluating = False
+            self.bind(trainer)
+
+    def bind(self, trainer: Any) -> None:
+        """As Trainer binds ``gather_function`` in ``__init__``; an evaluation forgets ``eval_use_gather_object``."""
+        use = trainer.args.eval_use_gather_object
+        trainer.gather_function = functools.partial(self.accelerator.gather_for_metrics, use_gather_object=use)
 
     def counts(self) -> list[int] | None:
         """Real samples of each data rank in the batch in progress; None when there are no repeats in it."""

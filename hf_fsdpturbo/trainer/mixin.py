@@ -8,8 +8,8 @@ finds a model that accelerate takes for prepared, and runs unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import gc
 from typing import Any
 
 import torch
@@ -18,14 +18,12 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_fsdpturbo.context_parallel.sharded_head import install_sharded_head
-from hf_fsdpturbo.optim.one_pass import in_one_pass
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.ranks import raised_on_every_rank, together
-from hf_fsdpturbo.sharding.outer_fsdp import reshard
-from hf_fsdpturbo.trainer import refusals, resuming, saving
+from hf_fsdpturbo.trainer import refusals, resumed_from, resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
-from hf_fsdpturbo.trainer.evaluation import GatheredRows, undivided_aux_loss
+from hf_fsdpturbo.trainer.evaluation import GatheredRows
 from hf_fsdpturbo.trainer.failed_batch import said_on_every_rank
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.loss_scale import LossScale
@@ -33,6 +31,7 @@ from hf_fsdpturbo.trainer.nonfinite import NonFinite
 from hf_fsdpturbo.trainer.rows import checked_batches
 from hf_fsdpturbo.trainer.set_up import SetUp
 from hf_fsdpturbo.trainer.step_norm import StepNorm
+from hf_fsdpturbo.trainer.training import training
 
 
 class FSDPTurboTrainerMixin:
@@ -62,7 +61,6 @@ class FSDPTurboTrainerMixin:
     scalars_are_means: bool = False
 
     _rows: GatheredRows | None = None  # None in a run of one process
-    _head_is_cut: bool = False
 
     # What the trainer behind us brings.
     model: Any
@@ -93,11 +91,10 @@ class FSDPTurboTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         refusals.refuse_accelerate(self.accelerator)
         if self.parallel_state is not None:
-            self.accelerator.state.device_mesh = self.parallel_state.loader_mesh
-            self._batches.read_on_every_rank(self.accelerator.dataloader_config)
+            self._batches.read_on_every_rank(self.accelerator, self.parallel_state.loader_mesh)
             self._rows = GatheredRows(self.accelerator, self._batches.cp_size)
             self._rows.install()
-            self._bind_gather_function()
+            self._rows.bind(self)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Rank 0 asks the Hub; what goes wrong there is raised on every rank."""
@@ -110,25 +107,15 @@ class FSDPTurboTrainerMixin:
         self.sharding_report = self._set_up.report
         return made
 
-    def _bind_gather_function(self) -> None:
-        """As Trainer binds it in ``__init__``; after an evaluation it forgets ``eval_use_gather_object``."""
-        use = self.args.eval_use_gather_object
-        self.gather_function = functools.partial(self.accelerator.gather_for_metrics, use_gather_object=use)
-
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """A sharded model is where it belongs."""
         if self.parallel_state is None:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Optimizer over sharded parameters; AdamW of the arguments becomes ours (``optim_implementation``)."""
         self._norm.forget()
-        reshard(self.model)
-        parent: Any = super()
-        given = self.optimizer if self.optimizer is not None else self.optimizer_cls_and_kwargs
-        optimizer = parent.create_optimizer() if model is None else parent.create_optimizer(model)
-        refusals.refuse_foreign_parameters(optimizer, self.model)
-        self.optimizer = in_one_pass(optimizer, self._set_up.config.optim_implementation, is_given=given is not None)
+        parents, given = super().create_optimizer, () if model is None else (model,)  # type: ignore[misc]
+        self.optimizer = self._set_up.optimizer(self, lambda: parents(*given))
         return self.optimizer
 
     # Batches
@@ -151,10 +138,7 @@ class FSDPTurboTrainerMixin:
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         summed = self.args.average_tokens_across_devices
-        items = self._batches.items(items, summed)
-        if self._rows is None or not summed or not isinstance(items, Tensor):
-            return items
-        return self._rows.items_of_one_process(items)
+        return self._batches.items(items, summed, self._rows)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
@@ -169,29 +153,9 @@ class FSDPTurboTrainerMixin:
     # Steps
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the parent's; ``True`` resumes from the newest finished checkpoint and says what it skipped.
-
-        What exists now is kept out of garbage collection, which stops one rank while others wait in a collective.
-
-        Raises:
-            ValueError: no finished checkpoint, or settings that cannot work; on every rank.
-        """
-        if self.parallel_state is not None:
-            refusals.refuse_callbacks(self.callback_handler.callbacks)  # type: ignore[attr-defined]
-        self._saving.begin()
-        ended = False
-        try:
-            if resume_from_checkpoint is True or str(resume_from_checkpoint).lower() == "true":  # from a command line
-                resume_from_checkpoint = resuming.newest_checkpoint(self.args.output_dir, self._saving.each_node)
-            resuming.check_given(resume_from_checkpoint)
-            gc.collect()
-            gc.freeze()
-            result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
-            ended = True
-        finally:
-            gc.unfreeze()
-            self._saving.end(ended)
-        return result
+        """As the parent's; see :func:`hf_fsdpturbo.trainer.training.training` for what it resumes from and raises."""
+        with training(self, resume_from_checkpoint) as checkpoint:
+            return super().train(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -200,9 +164,8 @@ class FSDPTurboTrainerMixin:
 
         In evaluations a loss over tokens weighs those of all ranks alike, as one process does: TRL asks for none.
         """
-        if self.cp_sharded_loss and not self._head_is_cut:
+        if self.cp_sharded_loss:
             install_sharded_head(self.model)
-            self._head_is_cut = True
         if num_items_in_batch is None and self._rows is not None and self._rows.evaluating:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         loss: Any = functools.partial(super().compute_loss, model, inputs, return_outputs)  # type: ignore[misc]
@@ -211,9 +174,8 @@ class FSDPTurboTrainerMixin:
         return found
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        if not self._norm.is_ours:
-            return self._finite.saw_norm(super()._clip_grad_norm(model))  # type: ignore[misc]
-        return self._finite.saw_norm(self._norm.clip(model, self.args.max_grad_norm))
+        clip = functools.partial(self._norm.clip, max_norm=self.args.max_grad_norm)
+        return self._finite.saw_norm((clip if self._norm.is_ours else super()._clip_grad_norm)(model))  # type: ignore[misc]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if not self._norm.is_ours or grad_norm is not None:
@@ -224,31 +186,22 @@ class FSDPTurboTrainerMixin:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Each sample counts once, also where repeats fill an uneven last batch."""
-        if self._rows is None:
+        with contextlib.nullcontext() if self._rows is None else self._rows.evaluation(self):
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
-        with self._rows.evaluation(self.scalars_are_means), undivided_aux_loss(self):
-            try:
-                return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
-            finally:
-                self._bind_gather_function()
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         """Where a batch mixes real samples and repeats, only real ones are computed: their mean is the loss."""
-        step: Any = super()
+        step = super().prediction_step  # type: ignore[misc]
         if self._rows is None:
-            return step.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        return self._rows.step(inputs, lambda x: step.prediction_step(model, x, prediction_loss_only, ignore_keys))
+            return step(model, inputs, prediction_loss_only, ignore_keys)
+        return self._rows.step(inputs, lambda x: step(model, x, prediction_loss_only, ignore_keys))
 
     # Saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a checkpoint that plain Transformers loads (adapter files for a PEFT model); called by all ranks.
-
-        Raises:
-            CheckpointError: on every rank, if one could not write.
-        """
+        """As :meth:`Saving.save_model`; called by all ranks."""
         if self._saving.left_to_parent:
             super().save_model(output_dir, _internal_call=True)  # type: ignore[misc]
         else:
@@ -257,12 +210,7 @@ class FSDPTurboTrainerMixin:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
     def save_merged_model(self, output_dir: str) -> None:
-        """Write a Hub checkpoint with the adapter merged into the base weights; called by all ranks.
-
-        Raises:
-            ValueError: the model has no adapter.
-            CheckpointError: on every rank, if one could not write.
-        """
+        """As :meth:`Saving.save_merged_model`; called by all ranks."""
         self._saving.save_merged_model(output_dir)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -270,8 +218,8 @@ class FSDPTurboTrainerMixin:
         return self._saving.staging or super()._get_output_dir(trial)  # type: ignore[misc]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        step: Any = super()
-        self._saving.save_checkpoint(lambda: step._save_checkpoint(model, trial), self._get_output_dir(trial))
+        save = super()._save_checkpoint  # type: ignore[misc]
+        self._saving.save_checkpoint(lambda: save(model, trial), self._get_output_dir(trial))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._saving.as_plain:
@@ -295,11 +243,7 @@ class FSDPTurboTrainerMixin:
     # Resuming
 
     def load_adapter(self, directory: str) -> None:
-        """Fill the model's adapter from adapter files (ours or plain PEFT's); called by all ranks, before ``train()``.
-
-        Raises:
-            ValueError: the model has no adapter, or the files are of another one; on every rank.
-        """
+        """As :func:`hf_fsdpturbo.trainer.resuming.load_adapter`; called by all ranks, before ``train()``."""
         resuming.load_adapter(self.model, directory)
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
@@ -316,7 +260,7 @@ class FSDPTurboTrainerMixin:
             resuming.load_training_state(self, checkpoint, opened, parents)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        resuming.refuse_stray_scaler(checkpoint, self.accelerator)
+        resumed_from.refuse_stray_scaler(checkpoint, self.accelerator)
         super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

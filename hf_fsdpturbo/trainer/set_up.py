@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
@@ -21,6 +21,7 @@ from hf_fsdpturbo.images import may_have_images
 from hf_fsdpturbo.loading.files import base_of_adapter, refuse_trusted_base
 from hf_fsdpturbo.lora.adapter import config_of_files, fill_reference
 from hf_fsdpturbo.lora.adapter_files import ADAPTER_CONFIG, load_adapter
+from hf_fsdpturbo.optim.one_pass import in_one_pass
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
 from hf_fsdpturbo.parallelize.order import ShardingReport
@@ -44,6 +45,7 @@ from hf_fsdpturbo.trainer.reference import (
 from hf_fsdpturbo.trainer.refusals import (
     aux_loss_warning,
     is_transformers_model,
+    refuse_foreign_parameters,
     refuse_missing_packages,
     refuse_model,
     refuse_optimizers,
@@ -253,6 +255,14 @@ class SetUp:
                 config.enable_jit_checkpoint = True
             if self.is_own_reference:
                 del self.given.get("model").add_adapter
+
+    def optimizer(self, trainer: Any, make: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        """The parent's, over sharded parameters; AdamW of the arguments becomes ours (``optim_implementation``)."""
+        given = trainer.optimizer if trainer.optimizer is not None else trainer.optimizer_cls_and_kwargs
+        reshard(trainer.model)
+        optimizer = make()
+        refuse_foreign_parameters(optimizer, trainer.model)
+        return in_one_pass(optimizer, self.config.optim_implementation, is_given=given is not None)
 
     def finish(self, trainer: Any) -> None:
         """Put in the LM head and what watches calls and steps, warm up communicators, say on rank 0 what was done."""

@@ -46,7 +46,7 @@ def train(run: Run, folder: str, name: str, resume: str | bool | None = None) ->
 def all_of_it(runs: dict[str, Run], folder: str) -> dict[str, Any]:
     """Rank function: for each run six steps, and the same from step 3; the newest; a model saved."""
     from hf_fsdpturbo.ranks import everyone
-    from hf_fsdpturbo.trainer.resuming import newest_checkpoint
+    from hf_fsdpturbo.trainer.resumed_from import newest_checkpoint
 
     found: dict[str, Any] = {}
     for name, run in runs.items():

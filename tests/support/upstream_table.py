@@ -440,7 +440,7 @@ SET = (
     Row(
         "accelerate.Accelerator.prepare_data_loader.device_mesh",
         "set",
-        ("trainer/mixin.py",),
+        ("trainer/batches.py",),
         "on accelerator.state: the data loader reads from its axis names who shares a batch",
         f"{ACCELERATE}::test_loader_reads_axis_names_of_the_state_mesh",
         "prepare_data_loader takes a mesh",
@@ -579,7 +579,7 @@ READ = (
     Row(
         "transformers.Trainer.create_accelerator_and_postprocess.gather_function",
         "read",
-        ("trainer/mixin.py",),
+        ("trainer/evaluation.py",),
         "the bound gather that Trainer keeps: set again when gather is replaced",
         f"{ACCELERATE}::test_callers_look_gather_up_on_the_accelerator",
         "Trainer asks the accelerator at each call",

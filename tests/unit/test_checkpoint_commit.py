@@ -235,7 +235,7 @@ def test_true_from_a_command_line_means_the_newest(monkeypatch):
     from types import SimpleNamespace
 
     from hf_fsdpturbo import FSDPTurboTrainerMixin
-    from hf_fsdpturbo.trainer import resuming, saving
+    from hf_fsdpturbo.trainer import resumed_from, saving
 
     class Loop:
         def train(self, resume_from_checkpoint, *args, **kwargs):
@@ -250,7 +250,7 @@ def test_true_from_a_command_line_means_the_newest(monkeypatch):
                 save_on_each_node=False, push_to_hub=False, output_dir="run", save_strategy="no"
             )
 
-    monkeypatch.setattr(resuming, "newest_checkpoint", lambda run_dir, each_node: f"{run_dir}/checkpoint-9")
+    monkeypatch.setattr(resumed_from, "newest_checkpoint", lambda run_dir, each_node: f"{run_dir}/checkpoint-9")
     asked = {True: "run/checkpoint-9", "true": "run/checkpoint-9", "True": "run/checkpoint-9", None: None, "a": "a"}
     assert {given: Trainer().train(given) for given in asked} == asked
 

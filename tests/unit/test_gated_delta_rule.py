@@ -8,6 +8,7 @@ import torch
 
 from hf_fsdpturbo.kernels import gated_delta_rule
 from hf_fsdpturbo.kernels.gated_delta_rule import causal_conv1d, chunk_gated_delta_rule
+from hf_fsdpturbo.kernels.state_walk import walk
 from hf_fsdpturbo.packing.documents import document_ids_from_cu_seqlens
 
 NAMES = ("query", "key", "value", "g", "beta")
@@ -236,3 +237,21 @@ def test_convolution_extends_short_ids_over_cached_columns():
 def test_cu_seqlens_to_ids():
     ids = document_ids_from_cu_seqlens(torch.tensor([0, 2, 3, 6], dtype=torch.int32), 6)
     assert ids.tolist() == [[0, 0, 1, 2, 2, 2]]
+
+
+def test_the_walk_has_its_own_gradients():
+    """Every argument, the first and the last state included, against finite differences in float64."""
+    generator = torch.Generator().manual_seed(0)
+    chunks, matrices, size, key_dim, value_dim = 3, 2, 4, 3, 2
+    shapes = [(size, value_dim), (size, key_dim), (size, size), (size, key_dim), (size, key_dim), ()]
+    x = [torch.randn(chunks, matrices, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    x.append(torch.randn(matrices, key_dim, value_dim, generator=generator, dtype=torch.float64))
+    assert torch.autograd.gradcheck(walk, [t.requires_grad_() for t in x])
+
+
+def test_autocast_does_not_round_the_rule():
+    x = {name: value.detach().float() for name, value in inputs(1, 100).items()}
+    expected, _ = call(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = call(x)
+    assert torch.equal(found, expected)

@@ -2,17 +2,19 @@
 
 import gc
 import os
+import sys
 
 import pytest
 import torch
-from packaging.version import Version
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
 from hf_fsdpturbo.arguments import KernelParams
 from hf_fsdpturbo.compat import MissingDependencyError
 from hf_fsdpturbo.kernels import fla, linear_attention, rebinding
 from hf_fsdpturbo.kernels.apply import apply_kernels
-from hf_fsdpturbo.kernels.rebinding import CONV, RECURRENT, RULE, current_rule
+from hf_fsdpturbo.kernels.fla_trial import TrialSizes, trial
+from hf_fsdpturbo.kernels.linear_attention import trial_sizes
+from hf_fsdpturbo.kernels.rebinding import CONV, RECURRENT, RULE, current_rule, linear_attention_layers
 from tests.support.fla_stand_in import FlaStandIn
 from tests.support.linear_attention_model import VOCAB, install_module, small_qwen3_5_moe
 
@@ -232,33 +234,50 @@ def test_generation_is_the_same(monkeypatch):
 # ---- an unusable FLA is found at the start ----
 
 
-@pytest.mark.parametrize(("version", "bad"), [
-    ("3.3.1", False), ("3.4.0", True), ("3.6.0", True), ("3.7.0", True), ("3.7.1", False), ("3.9.0", False),
-    ("3.6.0+git123", True),
-])  # fmt: skip
-def test_known_bad_pair(version, bad):
-    assert (fla.known_bad_pair((9, 0), Version(version), False) is not None) == bad
-    assert fla.known_bad_pair((9, 0), Version(version), True) is None  # tilelang takes over
-    assert fla.known_bad_pair((8, 0), Version(version), False) is None
-    assert fla.known_bad_pair(None, Version(version), False) is None
+class GuardedFLA:
+    """FLA 0.6 on Hopper with Triton 3.6: its gated backward raises unless the flag says that Triton is right."""
+
+    def __init__(self, monkeypatch, scale=1.0):
+        stand_in = FlaStandIn().install(monkeypatch)
+        install_module(monkeypatch, "fla.ops.common.chunk_o", TRITON_ABOVE_3_7_1=False)
+        self.module, self.stand_in = sys.modules["fla.ops.common.chunk_o"], stand_in
+        inner = stand_in.chunk_gated_delta_rule
+        stand_in.scale = scale
+
+        def guarded(*args, **kwargs):
+            if not self.module.TRITON_ABOVE_3_7_1:
+                raise RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results")
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(sys.modules["fla.ops.gated_delta_rule"], "chunk_gated_delta_rule", guarded)
 
 
-def on_a_hopper(monkeypatch, triton, tilelang=False):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(fla, "installed_version", lambda name: Version(triton))
-    monkeypatch.setattr(fla, "is_available", lambda name: name == "fla" or (name == "tilelang" and tilelang))
-
-
-def test_the_known_bad_pair_falls_to_pytorch_and_says_so(monkeypatch):
-    on_a_hopper(monkeypatch, "3.6.0")
+def test_what_fla_refuses_by_version_is_judged_by_values(monkeypatch):
+    guarded = GuardedFLA(monkeypatch)
     model = small_qwen3_5_moe()
-    report = apply_kernels(model, KernelParams([FLA], None, 16), "cuda")
-    (notice,) = report.notices
-    assert "Triton 3.6.0 computes wrong gradients" in notice
-    assert "install triton>=3.7.1 or tilelang" in notice
-    assert "2.5 times slower" in notice
+    report = apply_kernels(model, KernelParams([FLA], None, 16), "cpu")
+    assert not report.notices
+    guarded.stand_in.calls.clear()
+    forward(model, packed()[0])
+    assert guarded.stand_in.calls, "FLA runs"
     report.close()
+
+
+def test_what_is_wrong_stays_refused(monkeypatch):
+    guarded = GuardedFLA(monkeypatch, scale=1.1)
+    report = apply_kernels(small_qwen3_5_moe(), KernelParams([FLA], None, 16), "cpu")
+    assert "is wrong in a trial step" in report.notices[0]
+    assert guarded.module.TRITON_ABOVE_3_7_1 is False, "the refusal is back"
+    report.close()
+
+
+def test_the_trial_asks_what_the_run_will_ask():
+    model = small_qwen3_5_moe()
+    layer = next(linear_attention_layers(model))[1]
+    sizes = trial_sizes(model, 32, cp_size=2, length=300)
+    assert (sizes.key_heads, sizes.value_heads) == (layer.num_k_heads // 2, layer.num_v_heads // 2)
+    assert (sizes.key_dim, sizes.value_dim) == (layer.head_k_dim, layer.head_v_dim)
+    assert (sizes.chunk_size, sizes.length) == (32, 300)
 
 
 def test_missing_fla_and_missing_triton_are_named(monkeypatch):
@@ -303,7 +322,7 @@ def test_a_failed_trial_names_another_chunk_size(monkeypatch):
     stand_in = FlaStandIn().install(monkeypatch)
     stand_in.error = RuntimeError("No valid warp partition for T.gemm: M=16")
     for chunk_size, advised in ((16, True), (32, True), (64, False)):
-        text = fla.self_check(torch.device("cpu"), chunk_size, 16, 16)
+        text, _ = trial(torch.device("cpu"), TrialSizes(1, 2, 16, 16, chunk_size=chunk_size, length=80))
         assert (f"at chunk size {chunk_size} (chunk_size 64 may work): No valid warp" in text) == advised
         assert "No valid warp partition" in text
 
