@@ -22,9 +22,9 @@ from torch import nn
 from hf_fsdpturbo.dispatch.side_stream import beside
 from hf_fsdpturbo.images.modality_experts import VISION, call_by_all
 from hf_fsdpturbo.images.towers import Beside
-from hf_fsdpturbo.sharding.outer_fsdp import managed_parameters
+from hf_fsdpturbo.sharding.outer_fsdp import managed_parameters, owner_of
 
-ATTRIBUTE = "_fsdpturbo_tower_use"
+ATTRIBUTE = "fsdpturbo_tower_use"
 
 
 class TowerUse:
@@ -125,7 +125,7 @@ def _trainable(model: nn.Module, found: Beside) -> Iterator[Any]:
     """FSDP's records of trainable parameters beside the text model."""
     owners = {module for tower in found.towers.values() for module in tower.modules()} | set(found.holders)
     for record in managed_parameters(model):
-        if record._module_info.module in owners and record.sharded_param.requires_grad:
+        if owner_of(record) in owners and record.sharded_param.requires_grad:
             yield record
 
 

@@ -202,6 +202,11 @@ def check_ownership(model: nn.Module, free: set[nn.Parameter]) -> None:
         raise RuntimeError(f"Sharding must manage every parameter once, but these are managed so often: {wrong}.")
 
 
+def owner_of(record: Any) -> nn.Module:
+    """The module that holds a managed parameter."""
+    return record._module_info.module
+
+
 def managed_parameters(model: nn.Module) -> Iterator[Any]:
     """FSDP's record (``FSDPParam``) of each parameter that it manages."""
     for module in model.modules():

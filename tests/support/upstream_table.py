@@ -82,6 +82,7 @@ OVERRIDES = (
     _override("create_accelerator_and_postprocess", "gives the data loader its mesh, and puts gather in its place"),
     _override("create_optimizer", "reshards first: an optimizer over gathered parameters trains nothing"),
     _override("evaluation_loop", "each sample counts once", "accelerate and TRL drop repeats before they take means"),
+    _override("get_batch_samples", "a batch that one rank cannot read is said on every rank"),
     _override("get_tp_size", "ranks that hold the same batch", "Trainer asks for such ranks under another name"),
     _override("hyperparameter_search", "refused in sharded runs: it rebuilds the model", "it can be supported"),
     _override("prediction_step", "each sample counts once", "accelerate and TRL drop repeats before they take means"),
@@ -811,6 +812,20 @@ READ = (
         "module and name of a managed parameter",
         f"{TORCH}::test_fsdp_records_what_it_manages",
         "torch has a public way to ask",
+    ),
+    *(
+        Row(
+            f"torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.{name}",
+            "read",
+            ("images/tower_use.py",),
+            why,
+            f"{TORCH}::test_fsdp_records_what_it_manages",
+            "the floor is torch 2.13, whose set_reduce_scatter_unused_params reduces zeros for a whole unit",
+        )
+        for name, why in (
+            ("unsharded_param", "zeros as the gradient of a tower that a rank has not run"),
+            ("sharded_param", "whether it trains"),
+        )
     ),
     Row(
         "torch.distributed.fsdp._fully_shard._fsdp_collectives",

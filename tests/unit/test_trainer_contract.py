@@ -44,6 +44,7 @@ OVERRIDES = {
     "create_accelerator_and_postprocess": "self",
     "create_optimizer": "self model",
     "evaluation_loop": "self dataloader description prediction_loss_only ignore_keys metric_key_prefix",
+    "get_batch_samples": "self epoch_iterator num_batches device",
     "get_tp_size": "self",
     "hyperparameter_search": "self hp_space compute_objective n_trials direction backend hp_name kwargs",
     "init_hf_repo": "self token private",
