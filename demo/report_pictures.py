@@ -35,7 +35,7 @@ def answers(model: Any, processor: PictureProcessor, rows: list[dict[str, Any]])
         )
         out = model.generate(**inputs, max_new_tokens=6, do_sample=False)
         text = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        found.append(" ".join("".join(c if c.isprintable() else "." for c in text).split()))
+        found.append(" ".join("".join(c if c.isascii() and c.isprintable() else "." for c in text).split()))
     return found
 
 

@@ -15,6 +15,9 @@ from typing import Any
 
 from torch import nn
 
+CUT_WITH_IMAGES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "ernie4_5_vl_moe")
+"""Model types compared with one process at cp_size > 1: all that reaches their layers is cut with the tokens."""
+
 
 @dataclass(frozen=True)
 class Beside:
@@ -34,7 +37,8 @@ class Beside:
 def beside_text(model: Any) -> Beside:
     """Find it by what Transformers calls the model's decoder; nothing in a model that is one itself."""
     base, text = model.base_model, model.get_decoder()
-    if text is base or text is model or not any(module is text for module in base.modules()):
+    alone = text is base or text is model or getattr(model.config, "is_encoder_decoder", False)
+    if alone or not any(module is text for module in base.modules()):
         return Beside({}, (), frozenset())
     shared = set(text.parameters())
     for end in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -74,6 +78,9 @@ def why_not(model: Any, experts: Iterable[str], cp_size: int, asked: bool) -> st
                 f"{type(model).__name__} has experts in {tower} ({name}), whose exchange a rank without images would "
                 "not join"
             )
-    if cp_size > 1:
-        return f"cp_size={cp_size} cuts text only. Use cp_size=1"
+    if cp_size > 1 and model.config.model_type not in CUT_WITH_IMAGES:
+        return (
+            f"cp_size={cp_size} with images is compared for {', '.join(CUT_WITH_IMAGES)} only, not for "
+            f"{model.config.model_type}. Use cp_size=1"
+        )
     return None

@@ -14,6 +14,7 @@ LAYOUTS = {
     "ep2": {"ep_size": 2},
     "ep4": {"ep_size": 4},
     "cp2": {"cp_size": 2},
+    "cp2_ep2": {"cp_size": 2, "ep_size": 2},
     "ep2_efsdp2": {"ep_size": 2, "efsdp_size": 2},
     "ep2_hsdp2": {"ep_size": 2, "mp_replicate_size": 2},
 }

@@ -39,6 +39,7 @@ def on_meta(name: str) -> Any:
         ("ernie4_5_vl_moe", ["model.vision_tower", "model.resampler_model"]),
         ("minimax_m3_vl", ["model.vision_tower", "model.multi_modal_projector"]),
         ("qwen3_moe", []),
+        ("switch_transformers", []),
         ("qwen3_5_moe_text", []),
     ],
 )
@@ -58,7 +59,8 @@ def test_reasons_against_images():
     model = on_meta("qwen3_vl_moe")
     experts = ["model.language_model.layers.0.mlp.experts"]
     assert why_not(model, experts, 1, True) is None
-    assert "cp_size=2" in why_not(model, experts, 2, True)
+    assert why_not(model, experts, 2, True) is None
+    assert "cp_size=2" in why_not(on_meta("minimax_m3_vl"), [], 2, True)
     assert "column of images" in why_not(model, experts, 1, False)
     assert "model.visual" in why_not(model, ["model.visual.blocks.0.experts"], 1, True)
     assert "nothing that reads them" in why_not(on_meta("qwen3_moe"), [], 1, True)
