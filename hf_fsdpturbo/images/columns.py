@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from transformers.trainer_utils import has_length
+
 IMAGE_KEYS = (
     "pixel_values",
     "image_grid_thw",
@@ -37,9 +39,13 @@ def _is_several(data: Any) -> bool:
 
 
 def _columns(data: Any) -> Iterable[str]:
-    """Names of the columns; a stream that does not know them is asked for a sample, as TRL does."""
+    """Names of the columns; a data set that does not know them is asked for a sample, as TRL does."""
     names = getattr(data, "column_names", None)
     if isinstance(names, list):
         return names
-    sample = next(iter(data), None) if hasattr(data, "__iter__") and not isinstance(data, str) else None
+    sample = None
+    if hasattr(data, "__iter__") and not isinstance(data, str):
+        sample = next(iter(data), None)
+    elif has_length(data) and len(data) and hasattr(data, "__getitem__"):
+        sample = data[0]
     return list(sample) if isinstance(sample, Mapping) else []

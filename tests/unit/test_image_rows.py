@@ -39,7 +39,6 @@ def on_meta(name: str) -> Any:
         ("ernie4_5_vl_moe", ["model.vision_tower", "model.resampler_model"]),
         ("minimax_m3_vl", ["model.vision_tower", "model.multi_modal_projector"]),
         ("qwen3_moe", []),
-        ("switch_transformers", []),
         ("qwen3_5_moe_text", []),
     ],
 )
@@ -48,6 +47,10 @@ def test_what_lies_beside_the_text_model(family: str, towers: list[str]):
     found = beside_text(model)
     assert list(found.towers) == towers
     assert found.parameters == set(model.parameters()) - {*model.get_decoder().parameters(), model.lm_head.weight}
+
+
+def test_an_encoder_is_no_tower():
+    assert not beside_text(on_meta("switch_transformers")).parameters
 
 
 def test_parameters_of_the_holder_count():
