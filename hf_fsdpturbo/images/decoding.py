@@ -12,11 +12,12 @@ def undecoded(data: Any) -> tuple[Any, dict[str, Callable[[Any], Any]]]:
     """A map-style data set whose pictures come as stored, and what decodes each of its columns as ``datasets`` would.
 
     Args:
-        data: any data set; others than ``datasets.Dataset`` with columns of images stay as they are.
+        data: any data set; others than ``datasets.Dataset`` with columns of images, and those with a format or a
+            transform of the user's, stay as they are.
     """
     features = getattr(data, "features", None)
     decoders: dict[str, Callable[[Any], Any]] = {}
-    if not isinstance(features, Mapping) or not hasattr(data, "__getitems__"):
+    if not isinstance(features, Mapping) or not hasattr(data, "__getitems__") or data.format["type"] is not None:
         return data, decoders
     from datasets import Image, List
 

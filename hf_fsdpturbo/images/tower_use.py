@@ -107,8 +107,8 @@ class _Answer:
             self._work = dist.all_reduce(self._used, op=dist.ReduceOp.MAX, async_op=True)
             return
         there = self._used.to(device, non_blocking=True)
-        with beside(device, there) as block:
-            dist.all_reduce(there, op=dist.ReduceOp.MAX)
+        dist.all_reduce(there, op=dist.ReduceOp.MAX)
+        with beside(device, there) as block:  # the host's copy is behind the forward, and behind no backward
             self._used.copy_(there, non_blocking=True)
         self._side = block.work
 

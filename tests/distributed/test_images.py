@@ -64,7 +64,7 @@ RUNS: dict[str, tuple[list[int], dict, dict]] = {
     "mixed": (MIXED, {**ACCUMULATE, "eval_strategy": "steps", "eval_steps": 3}, {}),
     "turns": (TURNS, RECOMPUTE, {}),
     "never": (NONE * 3, {}, {}),
-    "frozen": (TURNS, {}, {"as_object": True, "prepare": freeze_tower}),
+    "frozen": ([*RANK0, *NONE, *RANK0], {}, {"as_object": True, "prepare": freeze_tower}),
     "lora": (TURNS, {}, {}),
     "dpo": (TURNS, {}, {"trainer": "dpo"}),
     "frozen_later": (TURNS, {}, {"before_train": freeze_later}),

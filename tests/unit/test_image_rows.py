@@ -13,7 +13,16 @@ from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Pictures
 from trl.data_utils import prepare_multimodal_messages
 
-from hf_fsdpturbo.images import beside_text, check_pictures, images_of_first, may_have_images, note_images, why_not
+from hf_fsdpturbo.images import (
+    beside_text,
+    check_pictures,
+    decode,
+    images_of_first,
+    may_have_images,
+    note_images,
+    undecoded,
+    why_not,
+)
 from tests.families.listing import families
 from tests.families.tiny import tiny_config
 
@@ -168,3 +177,21 @@ def test_bytes_are_read_as_files_are(tmp_path: Path):
     content = io.BytesIO()
     Pictures.new("RGB", (8, 8)).save(content, "PNG")
     check_pictures("train_dataset", rows([[{"path": "gone.png", "bytes": content.getvalue()}]]), 0, 1, None)
+
+
+def test_pictures_are_decoded_as_the_data_set_would(tmp_path: Path):
+    good = png(tmp_path / "good.png")
+    data = rows([[good], []])
+    stored, decoders = undecoded(data)
+    samples = [stored[0], stored[1]]
+    assert samples[0]["images"][0]["path"] == good
+    decode(samples, decoders)
+    assert samples[0]["images"][0].tobytes() == data[0]["images"][0].tobytes()
+    assert samples[1]["images"] == []
+    with pytest.raises(ValueError, match=r"column 'images': file .*gone.png cannot be read"):
+        decode([{"images": [{"path": str(tmp_path / "gone.png"), "bytes": None}]}], decoders)
+
+
+def test_a_users_own_transform_gets_decoded_pictures(tmp_path: Path):
+    data = rows([[png(tmp_path / "good.png")]]).with_transform(lambda batch: batch)
+    assert undecoded(data) == (data, {})
