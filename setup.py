@@ -6,7 +6,11 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHIPPED = {"accelerate_configs": ("*.yaml",), "recipes": ("*.py", "*.yaml"), "docs": ("*.md", "*.svg", "*.ipynb")}
+SHIPPED = {
+    "accelerate_configs": ("*.yaml",),
+    "recipes": ("*.py", "*.yaml"),
+    "docs": ("*.md", "*.svg", "*.png", "*.ipynb"),
+}
 
 
 class BuildWithShipped(build_py):

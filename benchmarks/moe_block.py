@@ -104,7 +104,7 @@ def exact(x, weights, gate_up, down, index, gradient):
 
 
 def floor(x, weights, gate_up, down, index, ops):
-    """The six grouped matmuls (torch's, and those that ops takes) and each of our kernels on this routing: ms by name."""
+    """Milliseconds by name: the six grouped matmuls (torch's, and those that ops takes), and each of our kernels."""
     experts, top_k = gate_up.shape[0], index.shape[1]
     gate_up, down, x = gate_up.detach(), down.detach(), x.detach()
     routing = ops.count_routing(index, experts, 1)

@@ -99,6 +99,7 @@ def main(out: Path) -> None:
     report = "\n".join(
         [
             f"loss   {losses[0]:.3f} at the start -> {losses[-1]:.3f} at the end (curve: {out / 'loss.png'})",
+            f"load of the experts: {out / 'model' / 'expert_load.png'}",
             f"\nbefore\n{samples[0]}\n\nafter\n{samples[1]}\n",
             "plain AutoModelForCausalLM.from_pretrained against the sharded trainer (left: trainer, right: plain)",
             *(line for line, _ in checks),

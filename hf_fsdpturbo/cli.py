@@ -27,6 +27,8 @@ COMMANDS = {
     "plan": Command("hf_fsdpturbo.plan.command", (), "GiB a rank of a layout, or the layouts that fit"),
     "configs": Command("hf_fsdpturbo.commands.configs", (), "the shipped launch files: list, print, copy"),
     "doctor": Command("hf_fsdpturbo.commands.doctor_door", (), "is this machine ready?"),
+    "convert": Command("hf_fsdpturbo.commands.convert_door", (), "a LlamaFactory YAML as a recipe and a launch file"),
+    "report": Command("hf_fsdpturbo.commands.report_door", (), "draw the expert load of a run again"),
     "export": Command("hf_fsdpturbo.commands.export_door", (), "write a checkpoint in Hugging Face format"),
 }
 PROG = "hf-fsdpturbo"

@@ -97,6 +97,21 @@ def check_type(name: str, value: Any, kind: Any) -> None:
 class FSDPTurboParams:
     """``dist_config``: how experts and layers are sharded. Nothing but these fields is accepted.
 
+    Attributes:
+        name: only this one.
+        reshard_after_forward: free gathered weights after a layer's forward, gather them again in backward.
+        offload_params: keep sharded weights, gradients and optimizer state in host memory.
+        pin_memory: page-locked host memory for ``offload_params``.
+        dcp_path: a checkpoint in DCP's format whose weights replace those of the model.
+        ep_size: ranks that share the experts; divides data-parallel ranks and every layer's experts.
+        ep_dispatcher: how tokens reach their experts; left out: ``auto`` on accelerators where ep_size is above 1.
+        fsdp_ignored_modules: patterns of modules that FSDP leaves whole on every rank.
+        hook_modules: ``ep_backend`` fsdp_turbo with ``fsdp_implementation`` custom: patterns of modules that it hooks.
+        fsdp_implementation: ``ep_backend`` fsdp_turbo: torch's FSDP2, or the library's own.
+        efsdp_size: ranks that shard each expert's weights; data-parallel ranks / ep_size when left out.
+        ep_backend: our expert mesh, or the upstream library's.
+        param_storage_dtype: dtype in which weights are stored between steps; ``auto`` as they are loaded.
+
     Raises:
         ValueError: a field has the wrong type or a value outside its set; the message names field, value and rule.
     """
@@ -186,7 +201,9 @@ class KernelParams:
 class InitParams:
     """``init_config``: who reads the weights.
 
-    init_on_meta: each rank its own slices; init_on_rank0: rank 0, which scatters; init_on_default: every rank, all.
+    Attributes:
+        name: init_on_meta: each rank its own slices; init_on_rank0: rank 0, which scatters; init_on_default: every
+            rank, all.
     """
 
     name: Literal["init_on_meta", "init_on_rank0", "init_on_default"] = "init_on_meta"

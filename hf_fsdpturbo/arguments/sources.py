@@ -48,7 +48,7 @@ INTEGERS = (
     "ranks_per_node",
     "dist_timeout",
 )
-BOOLEANS = ("drop_unused_tensors", "verify_checkpoint")
+BOOLEANS = ("drop_unused_tensors", "verify_checkpoint", "fsdpturbo_metrics")
 # Public fields with their defaults in force; FSDPTurboArguments' fields have equal ones (tested), marked as unset.
 PUBLIC_DEFAULTS: dict[str, Any] = {
     "dist_config": None,
@@ -71,6 +71,7 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "checkpoint_format": None,
     "on_nonfinite": "warn",
     "verify_checkpoint": True,
+    "fsdpturbo_metrics": None,
 }
 _INTEGER = re.compile(r"[-+]?[0-9]{1,30}")
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -111,6 +111,10 @@ class FSDPTurboArguments:
     verify_checkpoint: bool = field(
         default=cast(bool, UnsetInt(1)), metadata={"help": "Compare what is read of checkpoint-N with its checksums."}
     )
+    fsdpturbo_metrics: bool | None = field(
+        default=None,
+        metadata={"help": "Log speed, memory and expert load (docs/telemetry.md); left out: in sharded runs."},
+    )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings
         use_cpu: bool = field(default=False, init=False)

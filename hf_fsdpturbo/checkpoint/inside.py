@@ -47,8 +47,9 @@ def check_link(folder: str, path: str) -> None:
         return
     root, target = os.path.realpath(folder), os.path.realpath(path)
     allowed = [root]
-    if os.path.basename(os.path.dirname(root)) == "snapshots":
-        allowed.append(os.path.join(os.path.dirname(os.path.dirname(root)), "blobs"))
+    entry, snapshots, commit = root.rpartition(f"{os.sep}snapshots{os.sep}")
+    if snapshots and commit:  # of the Hub's cache, or a subfolder there
+        allowed.append(os.path.join(entry, "blobs"))
     if not any(target.startswith(top + os.sep) for top in allowed):
         raise ValueError(
             f"{path} is a link to {cut(target)[1:-1]}, outside its folder; such links are not followed. Put the file "

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from hf_fsdpturbo.dispatch.recompute import keep_or_make
 from hf_fsdpturbo.dispatch.row_exchange import exchange_rows
 from hf_fsdpturbo.dispatch.side_stream import SideWork, beside
+from hf_fsdpturbo.dispatch.traffic import TRAFFIC
 
 
 class Flight:
@@ -58,6 +59,7 @@ class Flight:
     def _exchange_beside(self, rows: Tensor, outputs: list[int], inputs: list[int]) -> tuple[Tensor, SideWork]:
         rows = rows.contiguous()
         received = rows.new_empty((sum(outputs), *rows.shape[1:]))
+        TRAFFIC.sent(rows, inputs, self.group)
         with beside(rows.device, rows, received) as block:
             dist.all_to_all_single(received, rows, outputs, inputs, group=self.group)
         return received, block.work

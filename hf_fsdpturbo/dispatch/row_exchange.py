@@ -19,11 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hf_fsdpturbo.dispatch.traffic import TRAFFIC
+
 
 def exchange_rows(rows: Tensor, output_splits: list[int], input_splits: list[int], group: ProcessGroup) -> Tensor:
     """One all-to-all-v without autograd: ``rows [sum(input_splits), ...]`` -> ``[sum(output_splits), ...]``."""
     received = rows.new_empty((sum(output_splits), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), output_splits, input_splits, group=group)
+    TRAFFIC.sent(rows, input_splits, group)
+    with TRAFFIC.waiting(rows.device):
+        dist.all_to_all_single(received, rows.contiguous(), output_splits, input_splits, group=group)
     return received
 
 

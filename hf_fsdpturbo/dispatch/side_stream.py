@@ -13,6 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hf_fsdpturbo.dispatch.traffic import TRAFFIC
+
 
 @cache
 def _side_stream(device_type: str, index: int) -> torch.Stream:
@@ -30,7 +32,8 @@ class SideWork:
     def wait(self) -> None:
         """Order the current stream behind the work. Safe to call more than once."""
         if self._event is not None:
-            torch.accelerator.current_stream(self._device).wait_event(self._event)
+            with TRAFFIC.waiting(self._device):
+                torch.accelerator.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
         """Block the host until the work is done."""
@@ -57,7 +60,8 @@ def beside(device: torch.device, *tensors: Tensor) -> Iterator[SideBlock]:
     """
     block = SideBlock()
     if device.type == "cpu":
-        yield block
+        with TRAFFIC.waiting(device):
+            yield block
         block.work = SideWork(None, device)
         return
     current = torch.accelerator.current_stream(device)

@@ -47,6 +47,8 @@ def _forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     index_TK = scores_TE.detach().topk(block.top_k, dim=1).indices.sort(dim=1).values
     scaled_TKD = rows_TD.unsqueeze(1) * scores_TE.gather(1, index_TK).unsqueeze(-1)
     scaled_ND, index_N1 = scaled_TKD.flatten(0, 1), index_TK.reshape(-1, 1)
+    tokens_T = torch.arange(len(rows_TD), device=rows_TD.device)
+    block.experts.token_of_row = tokens_T.repeat_interleave(block.top_k)  # for those who count tokens, not padding
     routed_ND = block.experts(scaled_ND, index_N1, torch.ones_like(index_N1, dtype=scaled_ND.dtype))
     routed_TD = routed_ND.view(scaled_TKD.shape).sum(1)
     return block.shared_expert(rows_TD) + routed_TD, logits_TE

@@ -41,7 +41,8 @@ def _forward(block: Any, hidden_states: Tensor) -> Tensor:
     returned_TD = rows_TD * weights_TK.masked_fill(is_routed_TK, 0.0).sum(1, keepdim=True)
     pair_P = is_routed_TK.flatten().nonzero().squeeze(1)
     index_P1, weights_P1 = (pairs_TK.reshape(-1, 1)[pair_P] for pairs_TK in (index_TK, weights_TK))
-    routed_PD = block.experts(rows_TD[pair_P // index_TK.shape[1]], index_P1, weights_P1).to(returned_TD.dtype)
+    block.experts.token_of_row = pair_P // index_TK.shape[1]  # for those who count tokens and leave out padding
+    routed_PD = block.experts(rows_TD[block.experts.token_of_row], index_P1, weights_P1).to(returned_TD.dtype)
     # Each pair has a place of its own, so that no sum depends on an order.
     pairs_ND = returned_TD.new_zeros(index_TK.numel(), rows_TD.shape[1]).index_copy(0, pair_P, routed_PD)
     output_TD = returned_TD + pairs_ND.view(*index_TK.shape, -1).sum(1)

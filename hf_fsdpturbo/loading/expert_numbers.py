@@ -1,12 +1,14 @@
 """The numbers of per-expert tensors are exactly 0 to E-1, once each: they alone say which expert a tensor is.
 
 Transformers stacks the tensors in the order of their numbers, whatever these are: with one of them changed
-(``experts.1`` to ``experts.9`` is one bit) all experts after it move up by one, and no shape tells.
+(``experts.1`` to ``experts.9`` is one bit) all experts after it move up by one, and no shape tells. They come in the
+order of the whole keys, whose dots its patterns read as any character: ``mlp/experts.1`` is stacked too, elsewhere.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 
 from hf_fsdpturbo.bounded import cut
@@ -26,10 +28,18 @@ def check_expert_numbers(name: str, pattern: str, sources: Sequence[tuple[str, s
         sources: (file, key) of each.
 
     Raises:
-        ValueError: a number that is none of 0 to E-1, is there twice, or is not written plainly; names file and key.
+        ValueError: a number that is none of 0 to E-1, is there twice, or is not written plainly; keys that differ in
+            more than the number; names file and key.
     """
     tail = pattern.rpartition("*")[2].rstrip("$").replace("\\.", ".")
-    numbers = [key.removesuffix(tail).rpartition(".")[2] for _, key in sources]
+    heads, _, numbers = zip(*(key.removesuffix(tail).rpartition(".") for _, key in sources), strict=True)
+    (usual, count), *others = Counter(heads).most_common()
+    if others:
+        file, key = next(source for source, head in zip(sources, heads, strict=True) if head != usual)
+        raise ValueError(
+            f"{file}: {cut(key)[1:-1]}: {count} of the {len(sources)} tensors from which {name} is made begin with "
+            f"{cut(usual)[1:-1]}, and all must. Copy the checkpoint again."
+        )
     if set(numbers) == _plain_numbers(len(sources)):
         return
     seen: dict[int, str] = {}

@@ -27,25 +27,61 @@ DTYPES = frozenset(
 """What a safetensors header may say of a tensor's dtype."""
 
 # Note [When a checkpoint's files are looked at]
-# A local directory before the model is built. A Hub id after that, when Transformers has resolved its revision and
-# downloaded what it lacked: an old snapshot in the cache says nothing about the one that will be read.
+# Before the model is built: a local directory, and the snapshot of a Hub id if all its files are in the cache. Which
+# snapshot is meant is asked as Transformers asks: an old one says nothing about the one that will be read. What has to
+# be downloaded is looked at after that, by each rank: it may take longer than ranks wait for each other.
 
 
 def local_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tuple[str, Headers] | None:
-    """Folder and headers of a local checkpoint; None for a Hub id.
+    """Folder and headers of a checkpoint on this machine; None for a Hub id whose files are still to be downloaded.
 
     Raises:
-        ValueError: as :func:`check_checkpoint_files`.
+        ValueError: as :func:`checked_folder`.
     """
-    path = base_of_adapter(path)
-    if not os.path.isdir(path):
+    folder = _folder(path, from_pretrained_kwargs)
+    if folder is None:
         return None
-    folder = os.path.join(path, from_pretrained_kwargs.get("subfolder") or "")
-    if not _other_format(from_pretrained_kwargs):
+    is_local = os.path.isdir(base_of_adapter(path))
+    if not _other_format(from_pretrained_kwargs) and (is_local or _is_whole(folder)):
         return folder, checked_folder(folder)
     if (config := raw_config(folder)) is not None:
         check_counts(os.path.join(folder, CONFIG), config, {})
-    return folder, {}
+    return (folder, {}) if is_local else None
+
+
+def _folder(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> str | None:
+    """Where the config of a checkpoint is: in its folder, or in the cache, where it is put if it is not yet there."""
+    path = base_of_adapter(path)
+    if os.path.isdir(path):
+        return os.path.join(path, from_pretrained_kwargs.get("subfolder") or "")
+    found = _cached_file(path, CONFIG, from_pretrained_kwargs)
+    return None if found is None else os.path.dirname(found)
+
+
+def _is_whole(snapshot: str) -> bool:
+    """Whether no weight file is missing; one that the index names, but not as a name, is not missed."""
+    if os.path.exists(os.path.join(snapshot, SINGLE)):
+        return True
+    if not os.path.exists(index := os.path.join(snapshot, INDEX)):
+        return False
+    check_link(snapshot, index)
+    content = read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    named = {name for name in names.values() if isinstance(name, str)} if isinstance(names, dict) else set()
+    return all(os.path.exists(path_inside(snapshot, name, index)) for name in named)
+
+
+def _cached_file(path: str, name: str, from_pretrained_kwargs: Mapping[str, Any], **more: Any) -> str | None:
+    """A file of a Hub id in the cache, None where there is none; what is wrong is left to who needs the file."""
+    from transformers.utils import cached_file
+
+    where = {key: from_pretrained_kwargs[key] for key in WHERE if from_pretrained_kwargs.get(key)}
+    quiet: dict[str, Any] = {
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    return cached_file(path, name, **more, **where, **quiet)
 
 
 def headers_of_node(
@@ -72,29 +108,21 @@ def cached_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tupl
     Raises:
         ValueError: as :func:`check_checkpoint_files`.
     """
-    from transformers.utils import cached_file
-
-    where = {name: from_pretrained_kwargs[name] for name in WHERE if from_pretrained_kwargs.get(name)}
-    quiet: dict[str, Any] = {
-        "_raise_exceptions_for_gated_repo": False,
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
     for name in () if _other_format(from_pretrained_kwargs) else (SINGLE, INDEX):
-        found = cached_file(path, name, local_files_only=True, **where, **quiet)
+        found = _cached_file(path, name, from_pretrained_kwargs, local_files_only=True)
         if found is not None:
             return os.path.dirname(found), checked_folder(os.path.dirname(found))
     return path, {}
 
 
 def refuse_impossible(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> None:
-    """Compare a local config with the files before anything is made of it, where it asks for very much.
+    """Compare a config with the files before anything is made of it, where it asks for very much.
 
     Raises:
         ValueError: as :func:`local_headers`.
     """
-    folder = os.path.join(base_of_adapter(path), from_pretrained_kwargs.get("subfolder") or "")
-    config = raw_config(folder) if os.path.isdir(folder) else None
+    folder = _folder(path, from_pretrained_kwargs)
+    config = raw_config(folder) if folder is not None and os.path.isdir(folder) else None
     if config is not None and asks_for_much(config):
         local_headers(path, from_pretrained_kwargs)
 

@@ -21,6 +21,7 @@ from hf_fsdpturbo.context_parallel.sharded_head import install_sharded_head
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.ranks import raised_on_every_rank, together
+from hf_fsdpturbo.telemetry.metrics import Telemetry
 from hf_fsdpturbo.trainer import refusals, resumed_from, resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
 from hf_fsdpturbo.trainer.evaluation import GatheredRows
@@ -78,6 +79,7 @@ class FSDPTurboTrainerMixin:
         self._batches, self._scale = SharedBatches(cp_size, dp_size), LossScale(self, dp_size)
         self._saving, self._norm = saving.Saving(self, set_up.config), StepNorm(self)
         self._finite, self._set_up = NonFinite(self, set_up.config.on_nonfinite), set_up
+        self._telemetry = Telemetry(self, set_up.config.fsdpturbo_metrics)
         self._opened: Any = None  # shards of the checkpoint that is being resumed
         self.sharding_report = set_up.shard_models()
         with set_up.parent_arguments() as given:
@@ -140,6 +142,10 @@ class FSDPTurboTrainerMixin:
         summed = self.args.average_tokens_across_devices
         return self._batches.items(items, summed, self._rows)
 
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step's batches; telemetry times how long they take to come."""
+        return super().get_batch_samples(self._telemetry.batches(epoch_iterator), *args, **kwargs)  # type: ignore[misc]
+
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)  # type: ignore[misc]
@@ -181,6 +187,10 @@ class FSDPTurboTrainerMixin:
         if not self._norm.is_ours or grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
         return self._finite.saw_norm(self._norm.clip(model, float("inf")))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """With what was measured since the last line, in a training step's line."""
+        super().log(self._telemetry.extend(logs, start_time), start_time)  # type: ignore[misc]
 
     # Evaluation
 

@@ -279,6 +279,7 @@ class SetUp:
             if trainer.args.enable_jit_checkpoint:
                 trainer.add_callback(AgreedStop(trainer))
         trainer.add_callback(trainer._finite)
+        trainer.add_callback(trainer._telemetry)
         text = ""
         if config.process_index == 0:
             trainable = [p for p in model.parameters() if p.requires_grad]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.compare import compare
+from tests.support.hand_counts import assert_load
 from tests.support.reference_run import Run, run_turbo, sharded_and_reference
 from tests.support.spawn import RankError, run_plain, run_ranks
 from tests.support.tiny_models import texts
@@ -52,6 +53,7 @@ def check(results):
         print(f"{name}: loss {record.losses[0]:.4f}, worst {comparison.worst():.1e}")
         assert comparison, f"{name}: {comparison.report}"
         assert 5 < record.losses[0] < 7  # ln 384 = 5.95: it trains on something
+        assert_load(record, reference)  # each cp rank counts its own slice, once
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

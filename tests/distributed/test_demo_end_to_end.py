@@ -73,6 +73,8 @@ def test_demo_end_to_end(inputs: Path, tmp_path: Path):
     report = run("demo/report.py", str(out))
     assert "all within" in report
     assert (out / "loss.png").stat().st_size > 10_000
+    assert (out / "model" / "expert_load.png").stat().st_size > 10_000
+    assert f"{STEPS} windows to step {STEPS}" in run("-m", "hf_fsdpturbo", "report", str(out / "model"))
 
 
 @pytest.mark.parametrize("script", ["dpo", "reward"])

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.support.compare import TOLERANCE, compare, distance
+from tests.support.hand_counts import assert_load
 from tests.support.preference_runs import (
     Preference,
     against_one_process,
@@ -102,6 +103,7 @@ def outcome(tiny: Callable[..., str], on_disk: str) -> Callable[[str], dict]:
 @pytest.mark.parametrize(("layout", "run"), CASES)
 def test_equals_one_process(outcome, layout, run):
     record, reference, _ = outcome(layout)[run]
+    assert_load(record, reference)
     comparison = compare(record, reference)
     print(comparison.report)
     assert comparison, comparison.report

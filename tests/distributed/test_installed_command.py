@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,19 +22,28 @@ FILES = ("pyproject.toml", "setup.py", "setup.cfg", "MANIFEST.in", "README.md", 
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
 
 
-def run(folder: Path, *command: str, path: Path | None = None, timeout: int = 150) -> str:
-    """Run a command in ``folder``; the whole process group ends with it. The output of both kinds."""
+def start(folder: Path, *command: str, path: Path | None = None) -> subprocess.Popen[str]:
+    """Start a command in ``folder`` as the head of a process group."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path or "")}
-    process = subprocess.Popen(
+    return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
+
+
+def run(folder: Path, *command: str, path: Path | None = None, timeout: int = 150) -> str:
+    """Run a command in ``folder``; the whole process group ends with it. The output of both kinds."""
+    return finish(start(folder, *command, path=path), timeout)
+
+
+def finish(process: subprocess.Popen[str], timeout: int = 150) -> str:
+    """Wait for a started command. The output of both kinds."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        pytest.fail(f"{command} took more than {timeout} s:\n{output[-4000:]}")
+        pytest.fail(f"{process.args} took more than {timeout} s:\n{output[-4000:]}")
     assert process.returncode == 0, output[-6000:]
     return output
 
@@ -79,3 +89,31 @@ def test_sft_and_export_in_an_empty_folder(site: Path, tmp_path: Path):
     assert "1 weight file(s)" in run(empty, command, "export", "out/checkpoint-2", "hub", path=site)
     assert {path.name for path in empty.iterdir()} == {"out", "hub"}
     assert (empty / "hub" / "model.safetensors").stat().st_size > 10_000
+
+
+def test_two_machines_and_rows_in_alpacas_format(site: Path, tmp_path: Path):
+    """Two launchers that meet at an address, as `docs/multi_node.md` starts them; rows as LlamaFactory has them."""
+    model, rows, empty = tmp_path / "model", tmp_path / "rows.json", tmp_path / "empty"
+    save_tiny("qwen3_moe", model)
+    rows.write_text(json.dumps([{"instruction": text, "input": "", "output": text[:20]} for text in texts(8)]))
+    empty.mkdir()
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    words = ["--model_name_or_path", str(model), "--dataset_name", str(rows), "--output_dir", "out"]
+    words += ["--max_steps", "1", "--per_device_train_batch_size", "1", "--max_length", "64", "--bf16", "false"]
+    words += ["--logging_steps", "1", "--report_to", "none", "--save_strategy", "no"]
+    words += ["--chat_template_path", str(template)]
+    machines = [
+        start(
+            empty, str(site / "bin" / "hf-fsdpturbo"), "sft", "--accelerate_config", "cpu_ep2", "--nproc", "1",
+            "--nnodes", "2", "--node_rank", str(node), "--rdzv_endpoint", address, *words, path=site,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    first, second = (finish(machine) for machine in machines)
+    assert "world_size=2, dp_size=2, cp_size=1, ep_size=2" in first
+    assert len(re.findall(r"'loss': '[\d.]+'", first + second)) == 1
+    assert (empty / "out" / "model.safetensors").stat().st_size > 10_000

@@ -52,7 +52,8 @@ def load_all(paths: dict[tuple[str, str], str]) -> dict:
     for (layout, family), path in paths.items():
         with pytest.MonkeyPatch.context() as patches:
             result["counts"][layout, family] = count_files(patches)
-            model = load(path, fresh_state(4, **LAYOUTS[layout][0]))
+            path, _, cache = path.partition("@")
+            model = load(path, fresh_state(4, **LAYOUTS[layout][0]), **({"cache_dir": cache} if cache else {}))
         stored = {}
         for name, parameter in model.named_parameters():
             local = parameter.to_local()
@@ -98,6 +99,7 @@ CASES = [
 
 
 COUNTED = ("ep4", "qwen3_moe")
+HUB_ID = ("ep4", "a Hub id")
 
 
 def one_file_an_expert(source: str, folder: Path) -> str:
@@ -115,6 +117,19 @@ def one_file_an_expert(source: str, folder: Path) -> str:
     return str(folder)
 
 
+def in_hub_cache(folder: str) -> Path:
+    """The folder's files as ``somebody/moe`` in a cache of the Hub beside it: links into ``blobs``."""
+    cache = Path(folder).parent / "cache"
+    entry, commit = cache / "models--somebody--moe", "a" * 40
+    shutil.copytree(folder, entry / "blobs")
+    for place in ("refs", f"snapshots/{commit}"):
+        (entry / place).mkdir(parents=True)
+    (entry / "refs" / "main").write_text(commit)
+    for blob in (entry / "blobs").iterdir():
+        (entry / "snapshots" / commit / blob.name).symlink_to(blob)
+    return cache
+
+
 @pytest.fixture(scope="module")
 def counted(tiny, tmp_path_factory) -> str:
     source = tiny(COUNTED[1], num_experts=8, max_shard_size="20KB")
@@ -128,6 +143,7 @@ def loaded(tiny, counted) -> list[dict]:
         (layout, family): tiny(family, num_experts=experts[layout], max_shard_size="20KB") for layout, family in CASES
     }
     paths[COUNTED] = counted
+    paths[HUB_ID] = f"somebody/moe@{in_hub_cache(counted)}"
     return run_ranks(load_all, 4, paths, timeout=150)
 
 
@@ -161,11 +177,12 @@ def test_no_rank_holds_more_than_its_share(loaded, layout: str, family: str):
         assert max(storages) <= max(locals_), name
 
 
-def test_a_rank_opens_the_files_of_its_own_slices(loaded, counted):
+@pytest.mark.parametrize("case", [COUNTED, HUB_ID], ids=lambda case: case[1])
+def test_a_rank_opens_the_files_of_its_own_slices(loaded, counted, case):
     """One rank of the node reads the headers; a file is opened once for data; a key of a stack is renamed once."""
     index = json.loads(Path(counted, "model.safetensors.index.json").read_text())["weight_map"]
     for rank, found in enumerate(loaded):
-        counts = found["counts"][COUNTED]
+        counts = found["counts"][case]
         assert set(counts["headers"].values()) == ({1} if rank == 0 else set())
         assert set(counts["headers"]) == (set(index.values()) if rank == 0 else set())
         own = {"model-rest.safetensors", *(f"model-{expert}.safetensors" for expert in (2 * rank, 2 * rank + 1))}

@@ -23,6 +23,7 @@ from tests.support.adapter_runs import (
     train_and_stop,
 )
 from tests.support.compare import TOLERANCE, compare, distance
+from tests.support.hand_counts import assert_load
 from tests.support.preference_runs import Preference, against_one_process, pairs, turbo_ranks
 from tests.support.reference_run import Run, build_trainer, forget_accelerate, whole_parameters
 from tests.support.spawn import run_plain, run_ranks
@@ -100,6 +101,7 @@ def test_equals_one_process(outcome, layout, run):
     """Adapters start as stock PEFT draws them, too. After one Adam step lora_B is lr times a sign: near-zero gradients
     make lora_A's next gradient ill-conditioned, hence the yardstick."""
     record, reference, yardstick = outcome(layout)[run]
+    assert_load(record, reference)
     comparison = compare(as_peft(record), reference, yardstick=yardstick)
     print(comparison.report)
     assert comparison, comparison.report

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.compare import compare
+from tests.support.hand_counts import assert_load
 from tests.support.preference_runs import (
     Preference,
     against_one_process,
@@ -74,6 +75,7 @@ def test_equals_one_process(outcome, layout, run):
     Only the last token of a row is scored, so few tokens train the last router: ill-conditioned, hence the yardstick.
     """
     record, reference, yardstick = outcome(layout)[run]
+    assert_load(record, reference)
     comparison = compare(record, reference, yardstick=yardstick)
     print(comparison.report)
     assert comparison, comparison.report

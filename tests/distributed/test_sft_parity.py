@@ -12,6 +12,7 @@ import pytest
 from hf_fsdpturbo.checkpoint.dcp import unwrap_optimizer
 from hf_fsdpturbo.sharding import gradient_copy
 from tests.support.compare import compare
+from tests.support.hand_counts import assert_load
 from tests.support.reference_run import Run, sharded_and_reference
 from tests.support.spawn import RankError
 from tests.support.tiny_models import VOCAB_SIZE, texts
@@ -211,6 +212,17 @@ def test_logged_metrics_equal_one_process(outcome, layout: str, run: str):
     for key in ("num_tokens", "aux_loss"):
         mine = [log[key] for log in record.log_history if key in log]
         assert mine == pytest.approx([log[key] for log in reference.log_history if key in log], rel=1e-5), key
+
+
+@pytest.mark.parametrize(("layout", "run"), CASES)
+def test_expert_load_equals_counts_by_hand(outcome, layout: str, run: str):
+    """Of each step, layer and expert: what one process's routers chose for real tokens; how undecided they were."""
+    record, reference, _ = outcome(layout)[run]
+    assert_load(record, reference)
+    names = {"tokens_per_second", "memory_peak_gib", "data_wait_seconds", "grad_norm_dense", "grad_norm_expert"}
+    assert names <= record.log_history[0].keys()
+    assert ("experts/exchanged_gib" in record.log_history[0]) == (LAYOUTS[layout][1]["ep_size"] > 1)
+    assert not names & reference.log_history[0].keys()
 
 
 def test_the_exchange_had_two_stages(outcome):

@@ -19,6 +19,8 @@ from tests.support.reference_run import (
 from tests.support.tiny_models import texts
 
 TIMES = ("runtime", "per_second", "preparation_time", "total_flos")
+TELEMETRY = ("memory_", "data_wait", "grad_norm_", "experts/")
+"""Of ours in training lines (docs/telemetry.md); rates are among the times."""
 
 
 def pairs(number: int, seed: int = 0) -> dict[str, list[str]]:
@@ -120,5 +122,5 @@ def evaluated(job: Preference, turbo: bool, fault: bool = False) -> dict[str, fl
 
 
 def values(logs: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Logs without wall-clock entries."""
-    return [{k: float(v) for k, v in log.items() if not any(t in k for t in TIMES)} for log in logs]
+    """Logs without wall-clock entries and telemetry, which stock trainers do not have."""
+    return [{k: float(v) for k, v in log.items() if not any(t in k for t in (*TIMES, *TELEMETRY))} for log in logs]

@@ -76,7 +76,9 @@ class Run:
 class Record:
     """What a run did. Tensors are whole (gathered), on CPU, by parameter name; only rank 0 of a sharded run has them.
 
-    ``digest`` is a number for each final weight as this rank sees it: replicas that drifted apart differ in it.
+    ``load`` is what the experts of each layer were given in each step: on the sharded side as rank 0 has written it,
+    on the other as the routers chose (``hand_counts.py``); ``entropies`` likewise. ``digest`` is a number for each
+    final weight as this rank sees it: replicas that drifted apart differ in it.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -90,4 +92,6 @@ class Record:
     without_gradient: list[str] = field(default_factory=list)
     with_optimizer_state: list[str] = field(default_factory=list)
     digest: dict[str, float] = field(default_factory=dict)
+    load: list[list[Tensor]] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)

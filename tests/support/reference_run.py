@@ -11,6 +11,7 @@ factor W), and TRL divides the aux loss by g on each of W ranks, which is W*g he
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 from collections.abc import Collection
 from dataclasses import replace
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.hand_counts import HandCounts
 from tests.support.records import DEFAULT_ARGS, OWN_ARGS, Batch, Record, Run
 
 
@@ -180,14 +182,50 @@ def _tokenized(data: Any, tokenizer: Any) -> Any:
 
 
 def _carry_out(trainer: Any, run: Run) -> Record:
+    by_hand = count_by_hand(trainer) if trainer.replay is not None else None
     trainer.record.start_weights = whole_parameters(trainer.model)
     if run.before_train is not None:
         trainer.record.extra["before"] = run.before_train(trainer)
     trainer.train()
     record = trainer.finish_record()
+    record.load = read_windows(trainer) if by_hand is None else by_hand.steps
+    record.entropies = [log["experts/router_entropy"] for log in record.log_history if "experts/router_entropy" in log]
+    record.entropies = record.entropies if by_hand is None else by_hand.entropies
     if run.after_train is not None:
         record.extra["after"] = run.after_train(trainer)
     return record
+
+
+def count_by_hand(trainer: Any) -> HandCounts:
+    """Counts of a reference's training steps."""
+    from transformers import TrainerCallback
+
+    by_hand, backward = HandCounts(trainer.model), trainer.accelerator.backward
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            by_hand.end_step()
+
+    def marked(*args: Any, **kwargs: Any) -> None:
+        with by_hand.backward():
+            backward(*args, **kwargs)
+
+    trainer.accelerator.backward = marked
+    trainer.add_callback(Steps())
+    return by_hand
+
+
+def read_windows(trainer: Any) -> list[list[Tensor]]:
+    """Expert load of each logging window as rank 0 has written it, ``[E]`` by layer; the other ranks have none."""
+    from hf_fsdpturbo.telemetry.load_record import FILE, read_load
+
+    if not os.path.exists(os.path.join(trainer.args.output_dir, FILE)):
+        return []
+    record = read_load(trainer.args.output_dir)
+    return [
+        [torch.from_numpy(row[:experts]) for row, experts in zip(counts_ME, record.layers.values(), strict=True)]
+        for counts_ME in record.counts
+    ]
 
 
 def forget_accelerate() -> None:

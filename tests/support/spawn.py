@@ -103,6 +103,7 @@ def _child(
         import torch
 
         torch.set_num_threads(torch.get_num_threads())
+        sys.modules.setdefault("matplotlib", None)  # a picture at the end of every run would cost a second each
         function = importlib.import_module(module)
         for part in name.split("."):
             function = getattr(function, part)

@@ -81,6 +81,8 @@ OVERRIDES = (
     _override("compute_loss", "cuts TRL's fused LM head, which is made after our set-up", "TRL builds it in a hook"),
     _override("create_accelerator_and_postprocess", "gives the data loader its mesh, and puts gather in its place"),
     _override("create_optimizer", "reshards first: an optimizer over gathered parameters trains nothing"),
+    _override("get_batch_samples", "how long a step's batches take to come"),
+    _override("log", "a log line says what was measured"),
     _override("evaluation_loop", "each sample counts once", "accelerate and TRL drop repeats before they take means"),
     _override("get_batch_samples", "a batch that one rank cannot read is said on every rank"),
     _override("get_tp_size", "ranks that hold the same batch", "Trainer asks for such ranks under another name"),
@@ -532,8 +534,8 @@ READ = (
     Row(
         "torch._C",
         "read",
-        ("trainer/loss_scale.py",),
-        "the module of the name above",
+        ("telemetry/real_tokens.py", "trainer/loss_scale.py"),
+        "the module of names here",
         f"{TORCH}::test_a_tensor_can_note_what_is_done_with_it",
         STAYS,
     ),
@@ -591,6 +593,22 @@ READ = (
         ("dispatch/kept_attention.py",),
         "sees the one operator that computes attention, while Transformers' attention function runs",
         "test_selective_recompute.py::test_attention_calls",
+        "it has a public name",
+    ),
+    Row(
+        "torch._C._current_graph_task_id",
+        "read",
+        ("telemetry/real_tokens.py",),
+        "whether a forward is a recompute: then it runs inside a backward, with our tape or without one",
+        f"{TORCH}::test_a_forward_inside_a_backward_is_told",
+        "it has a public name",
+    ),
+    Row(
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoePreTrainedModel._can_record_outputs",
+        "read",
+        ("telemetry/router_entropy.py",),
+        "which modules' outputs hold router logits, and where",
+        f"{CONTRACT}::test_models_say_where_router_logits_are",
         "it has a public name",
     ),
     Row(
@@ -998,6 +1016,13 @@ def _fact(name: str, how: str, file: str, why: str, test: str) -> Row:
 
 QWEN3 = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 FACT_ROWS = (
+    _fact(
+        "torch.sigmoid",
+        "co_names",
+        "telemetry/router_entropy.py",
+        "whether a router scores by sigmoid",
+        "test_routers_that_score_by_sigmoid",
+    ),
     _fact(
         f"{QWEN3}.ALL_ATTENTION_FUNCTIONS",
         "co_names",

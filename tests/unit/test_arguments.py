@@ -256,6 +256,19 @@ def test_on_nonfinite_comes_from_every_source(build, accelerate_yaml, monkeypatc
     assert build(on_nonfinite="warn").on_nonfinite == "warn"
 
 
+def test_fsdpturbo_metrics_comes_from_every_source(build, accelerate_yaml, monkeypatch):
+    assert build().fsdpturbo_metrics is None
+    accelerate_yaml({"fsdpturbo_metrics": False})
+    assert build().fsdpturbo_metrics is False
+    monkeypatch.setenv("FSDPTURBO_FSDPTURBO_METRICS", "true")
+    assert build().fsdpturbo_metrics is True
+    assert build(fsdpturbo_metrics=False).fsdpturbo_metrics is False
+    raises_naming(lambda: build(fsdpturbo_metrics="some"), "fsdpturbo_metrics", "'some'")
+    parse = HfArgumentParser(FSDPTurboTrainingArguments).parse_args_into_dataclasses
+    (parsed,) = parse(["--output_dir", "x", "--use_cpu", "true", "--fsdpturbo_metrics", "false"])
+    assert parsed.fsdpturbo_metrics is False
+
+
 def test_check_loading_comes_from_every_source(build, accelerate_yaml, monkeypatch):
     """YAML reads a bare off as false."""
     assert build().check_loading == "sample"

@@ -33,7 +33,10 @@ def test_links_that_lead_out_and_those_of_the_hub(tmp_path):
     (blobs / "1").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/1")
     (snapshot / "notes.md").symlink_to("/etc/hostname")
+    (snapshot / "inner").mkdir()
+    (snapshot / "inner" / "config.json").symlink_to("../../../blobs/1")
     check_links(str(snapshot))
+    check_links(str(snapshot / "inner"))  # from_pretrained's subfolder
     (tmp_path / "elsewhere").write_text("{}")
     (snapshot / "model.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="outside its folder"):
@@ -69,6 +72,15 @@ def test_expert_numbers_are_0_to_the_last_once_each(numbers):
     with pytest.raises(ValueError, match="numbered 0 to 2") as caught:
         check_expert_numbers("up", r"mlp\.experts.*.up_proj.weight$", sources)
     assert "f: model.layers.0" in str(caught.value)
+
+
+@pytest.mark.parametrize("other", ["mlp/experts.1.up_proj.weight", "mlpnexperts.1.up_proj.weight"])
+def test_a_key_whose_dot_was_changed_is_seen(other):
+    """Transformers' pattern takes it, and stacks it where its key is sorted to: another expert's place."""
+    sources = [("f", KEY.format(0)), ("f", KEY.format(2)), ("f", KEY.partition("mlp")[0] + other)]
+    with pytest.raises(ValueError, match="begin with") as caught:
+        check_expert_numbers("up", r"mlp.experts.*.up_proj.weight$", sources)
+    assert other in str(caught.value)
 
 
 def test_right_expert_numbers_in_any_order():

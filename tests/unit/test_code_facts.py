@@ -23,6 +23,8 @@ from hf_fsdpturbo.kernels.rebinding import CONV, RECURRENT, ROTARY, RULE, linear
 from hf_fsdpturbo.lm_head import install_fused_head
 from hf_fsdpturbo.packing.prepared_masks import _keywords_given, masks_ignore_documents
 from hf_fsdpturbo.packing.text_models import text_models
+from hf_fsdpturbo.telemetry.real_tokens import RealTokens
+from hf_fsdpturbo.telemetry.router_entropy import RouterEntropy, _is_sigmoid
 from tests.support.tiny_models import tiny_config
 
 # For each tiny family: softmax layers, gated-delta-rule layers, routers (DeepSeek's first layer is dense), whether the
@@ -244,3 +246,12 @@ def test_a_forward_without_the_fused_head_is_left_alone():
     model.forward = hiding(theirs)
     with pytest.raises(HiddenCode, match="fused LM head"):
         install_fused_head(model)
+
+
+@pytest.mark.parametrize("family", FACTS)
+def test_routers_that_score_by_sigmoid(family: str):
+    model = on_meta(family)
+    entropy = RouterEntropy(model, RealTokens(torch.device("cpu")), torch.device("cpu"))
+    assert entropy.routers == FACTS[family]["routers"]
+    found = {_is_sigmoid(router) for router, _ in entropy._routers}
+    assert found == {family == "deepseek_v3"}

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from hf_fsdpturbo.expert_adapters import adapt_block, adapt_experts, grouped_swiglu
 from hf_fsdpturbo.model_spec import FSDPTurboEPModelSpec
+from hf_fsdpturbo.telemetry import expert_counts
+from hf_fsdpturbo.telemetry.real_tokens import RealTokens
 from tests.families.listing import families
 from tests.families.tiny import tiny_config
 from tests.support.compare import distance
@@ -108,3 +110,27 @@ def test_deep_copies_run_their_own_weights():
         rows = torch.ones(1, 2)
         assert not other(rows, *others).any()
         assert module(rows, *others).any()
+
+
+@pytest.mark.parametrize("case", ["llama4_top_3", "longcat_flash"])
+def test_padding_is_told_where_rows_are_not_tokens(case: str, monkeypatch):
+    """A padded batch is counted as its rows alone: experts say whose token each of their rows is."""
+    name, fields = CASES[case]
+    model = _model(name, **fields).train()
+    FSDPTurboEPModelSpec.get(model).prepare(model)
+    experts = {n: (m, m.num_experts) for n, m in model.named_modules() if "num_experts" in vars(m) and "experts" in n}
+    monkeypatch.setattr(expert_counts, "counted_modules", lambda _: experts)
+    tokens = RealTokens(torch.device("cpu"))
+    counts = expert_counts.ExpertCounts(model, tokens, torch.device("cpu"))
+    tokens.attach(model)
+    counts.attach()
+    ids, mask = torch.randint(3, 60, (2, 8)), torch.ones(2, 8, dtype=torch.long)
+    mask[1, 3:] = 0
+    reader = counts.reader()
+    model(input_ids=ids, attention_mask=mask, use_cache=False)
+    padded = reader.local()
+    model(input_ids=ids[:1], use_cache=False)
+    model(input_ids=ids[1:, :3], use_cache=False)
+    assert experts
+    assert padded.sum() > 0
+    assert torch.equal(padded, reader.local())

@@ -32,7 +32,7 @@ OWNERS: dict[str, list[str]] = {
     "causal_conv1d": [],
     "deepspeed": [],
     "flash_attn": [],
-    "matplotlib": [],
+    "matplotlib": ["telemetry/load_picture.py"],
     "quack": ["ops/quack.py"],
     "xformers": [],
 }

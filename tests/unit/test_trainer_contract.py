@@ -43,6 +43,8 @@ OVERRIDES = {
     "compute_loss": "self model inputs return_outputs num_items_in_batch",
     "create_accelerator_and_postprocess": "self",
     "create_optimizer": "self model",
+    "get_batch_samples": "self epoch_iterator num_batches device",
+    "log": "self logs start_time",
     "evaluation_loop": "self dataloader description prediction_loss_only ignore_keys metric_key_prefix",
     "get_batch_samples": "self epoch_iterator num_batches device",
     "get_tp_size": "self",

@@ -495,3 +495,12 @@ def test_what_is_announced_or_refused_on_models_and_trainers():
     scaled = inspect.getsource(Trainer.compute_loss)
     assert "self.accelerator.num_processes // self.get_tp_size()" in scaled
     assert scaled.index("model(**inputs)") < scaled.index("get_tp_size"), "the loss is there when it is asked"
+
+
+def test_models_say_where_router_logits_are():
+    from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextModel
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoePreTrainedModel, Qwen3MoeTopKRouter
+
+    for model, router, index in ((Qwen3MoePreTrainedModel, Qwen3MoeTopKRouter, 0), (Llama4TextModel, Llama4Router, 1)):
+        recorder = model._can_record_outputs["router_logits"]
+        assert (recorder.target_class, recorder.index) == (router, index)

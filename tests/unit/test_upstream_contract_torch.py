@@ -183,3 +183,17 @@ def test_the_default_store_can_be_cloned(one_rank):
 
     store = dist.distributed_c10d._get_default_store()
     assert hasattr(store, "clone"), "each thread has a connection of its own"
+
+
+def test_a_forward_inside_a_backward_is_told():
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    seen = []
+
+    def layer(x):
+        seen.append(torch._C._current_graph_task_id() != -1)
+        return x * x
+
+    checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [False, True]

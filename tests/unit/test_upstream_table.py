@@ -42,6 +42,7 @@ PUBLIC = {
     "should_save": "transformers: TrainerControl is there to be set",
     "should_training_stop": "the same",
     "tape": "our own thread-local",
+    "token_of_row": "our own, on experts modules",
 }
 
 # Names that tests have from kernels/rebinding.py: RULE, RECURRENT, CONV, ROTARY.

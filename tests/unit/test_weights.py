@@ -14,7 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_fsdpturbo.loading import seam
-from hf_fsdpturbo.loading.files import cached_headers, check_checkpoint_files, safetensors_header
+from hf_fsdpturbo.loading.files import (
+    cached_headers,
+    check_checkpoint_files,
+    local_headers,
+    refuse_impossible,
+    safetensors_header,
+)
 from hf_fsdpturbo.loading.headers import check_headers
 from hf_fsdpturbo.shards import copy_full_tensor_
 from tests.support.tiny_models import FAMILIES, tiny_config
@@ -252,6 +258,28 @@ def test_a_hub_id_is_checked_like_a_folder(tiny, tmp_path):
     model = seam.load_whole("somebody/moe", AutoModelForCausalLM.from_pretrained, **where)
     assert torch.equal(model.lm_head.weight, whole["lm_head.weight"])
     assert getattr(model.config, "distributed_config", None) is None
+
+
+@pytest.mark.parametrize(("layers", "lacks"), [(10**9, ()), (10**9, ("model.safetensors",)), (1000, ())])
+def test_a_hub_id_that_asks_for_too_much_is_refused_before_it_is_built(tiny, tmp_path, layers: int, lacks):
+    """As a folder is, by the snapshot that is in the cache; a size no model has, also where weights are not there."""
+    snapshot = hub_cache(tiny("qwen3_moe"), tmp_path)
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_hidden_layers": layers}))
+    for name in lacks:
+        (snapshot / name).unlink()
+    where = {"cache_dir": str(tmp_path)}
+    with pytest.raises(ValueError, match=rf"config.json: num_hidden_layers={layers}, "):
+        refuse_impossible("somebody/moe", where)
+    with pytest.raises(ValueError, match=rf"config.json: num_hidden_layers={layers}, "):
+        seam.load_whole("somebody/moe", lambda *args, **kwargs: pytest.fail("it was built"), **where)
+
+
+def test_a_hub_id_that_is_not_all_there_is_left_to_the_download(tiny, tmp_path):
+    snapshot, where = hub_cache(tiny("qwen3_moe", max_shard_size="20KB"), tmp_path), {"cache_dir": str(tmp_path)}
+    assert local_headers("somebody/moe", where) == (str(snapshot), check_checkpoint_files(str(snapshot)))
+    sorted(snapshot.glob("*.safetensors"))[0].unlink()
+    assert local_headers("somebody/moe", where) is None
+    assert local_headers("somebody/nothing", where) is None
 
 
 @pytest.mark.parametrize("turned", [("down",), ("gate", "up")])
