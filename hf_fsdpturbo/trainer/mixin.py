@@ -133,18 +133,16 @@ class FSDPTurboTrainerMixin:
         with checked_batches(self, dataset, counts_images=evaluates) as checked:
             return super()._get_dataloader(checked, *args, **kwargs)  # type: ignore[misc]
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        with said_on_every_rank("reading a batch"):
-            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         summed = self.args.average_tokens_across_devices
         return self._batches.items(items, summed, self._rows)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """A step's batches; telemetry times how long they take to come."""
-        return super().get_batch_samples(self._telemetry.batches(epoch_iterator), *args, **kwargs)  # type: ignore[misc]
+        """A step's batches; telemetry times how long they take to come, and a failure here is said everywhere."""
+        timed = self._telemetry.batches(epoch_iterator)
+        with said_on_every_rank("reading a batch"):
+            return super().get_batch_samples(timed, *args, **kwargs)  # type: ignore[misc]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen

@@ -46,7 +46,6 @@ OVERRIDES = {
     "get_batch_samples": "self epoch_iterator num_batches device",
     "log": "self logs start_time",
     "evaluation_loop": "self dataloader description prediction_loss_only ignore_keys metric_key_prefix",
-    "get_batch_samples": "self epoch_iterator num_batches device",
     "get_tp_size": "self",
     "hyperparameter_search": "self hp_space compute_objective n_trials direction backend hp_name kwargs",
     "init_hf_repo": "self token private",
