@@ -81,7 +81,7 @@ OVERRIDES = (
     _override("compute_loss", "cuts TRL's fused LM head, which is made after our set-up", "TRL builds it in a hook"),
     _override("create_accelerator_and_postprocess", "gives the data loader its mesh, and puts gather in its place"),
     _override("create_optimizer", "reshards first: an optimizer over gathered parameters trains nothing"),
-    _override("get_batch_samples", "how long a batch takes to come; one that a rank cannot read is said on every rank"),
+    _override("get_batch_samples", "how long a batch takes to come; one that a rank cannot read is said everywhere"),
     _override("log", "a log line says what was measured"),
     _override("evaluation_loop", "each sample counts once", "accelerate and TRL drop repeats before they take means"),
     _override("get_tp_size", "ranks that hold the same batch", "Trainer asks for such ranks under another name"),
