@@ -28,6 +28,7 @@ FLOORS: dict[str, tuple[str, str | None]] = {
 # import name -> (distribution name, how to install it)
 OPTIONAL: dict[str, tuple[str, str]] = {
     "peft": ("peft", "pip install 'hf_fsdpturbo[peft]'"),
+    "bitsandbytes": ("bitsandbytes", "pip install 'hf_fsdpturbo[qlora]'"),
     "liger_kernel": ("liger-kernel", "pip install 'hf_fsdpturbo[liger]'"),
     "fla": ("flash-linear-attention", "pip install 'hf_fsdpturbo[fla]'"),
     "torch_npu": ("torch-npu", "pip install 'hf_fsdpturbo[npu]' (the release that matches torch and CANN)"),

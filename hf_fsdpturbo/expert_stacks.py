@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_fsdpturbo.quantised.packed_weight import is_statistic
+
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Fields of a config that give the number of experts."""
 
@@ -18,13 +20,15 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 def stack_names(experts: nn.Module) -> tuple[str, ...]:
     """Names, below the module, of the parameters that are stacked over experts."""
     declared = getattr(experts, "expert_stacks", None)
-    return declared if declared is not None else tuple(name for name, _ in experts.named_parameters(recurse=False))
+    if declared is not None:
+        return declared
+    return tuple(name for name, _ in experts.named_parameters(recurse=False) if not is_statistic(name))
 
 
 def shared_parameters(experts: nn.Module) -> set[nn.Parameter]:
-    """All other parameters below the module."""
+    """All other parameters below the module, but for what belongs to a quantised stack."""
     stacks = set(stack_names(experts))
-    return {parameter for name, parameter in experts.named_parameters() if name not in stacks}
+    return {p for name, p in experts.named_parameters() if name not in stacks and not is_statistic(name)}
 
 
 def called_by(experts: nn.Module) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, KernelParams
 from hf_fsdpturbo.bounded import check_path, cut
-from hf_fsdpturbo.quantisation import refuse_settings
+from hf_fsdpturbo.quantised.asked import asked_for
 
 # Parts of optimizer names whose state or update has not been proven on sharded tensors.
 _UNPROVEN_OPTIMIZERS = {"8bit": "8-bit", "4bit": "4-bit", "muon": "Muon"}
@@ -194,7 +194,7 @@ def settle_after_setup(args: Any) -> None:
             _keep_ligers_swiglu_out(args)
     kwargs = getattr(args, "model_init_kwargs", None) or {}
     if isinstance(kwargs, dict):
-        refuse_settings(kwargs, "model_init_kwargs ")
+        asked_for(kwargs, "model_init_kwargs ")
     for name, what in _MODEL_KWARGS.items():
         if isinstance(kwargs, dict) and kwargs.get(name):
             raise _refused(f"model_init_kwargs {name}", kwargs[name], f"{what} refused", f"Leave {name} out.")

@@ -7,8 +7,6 @@ from typing import Any
 
 from hf_fsdpturbo.launch_config import YAML_PREFIX
 
-QUANTISED = ("load_in_4bit", "load_in_8bit")
-
 
 def parse(parser: Any, arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
     """The recipe's dataclasses, from the command line over the YAML of ``--config``.
@@ -56,15 +54,17 @@ def load_splits(script_args: Any, dataset_args: Any, seed: int) -> Any:
 
 
 def refuse_typed(model_args: Any) -> None:
-    """Refuse what ``ModelConfig`` offers and sharded models do not take, by the names that were typed.
+    """Refuse what ``ModelConfig`` offers and our trainers do not take, by the names that were typed.
 
     Raises:
         ValueError: naming the arguments.
     """
-    typed = [name for name in QUANTISED if getattr(model_args, name, False)]
-    if typed:
-        adapter = " --use_peft works without." if getattr(model_args, "use_peft", False) else ""
+    adapter = getattr(model_args, "use_peft", False)
+    if getattr(model_args, "load_in_8bit", False):
+        fix = "Use --load_in_4bit, or leave it out." if adapter else "Leave it out."
+        raise ValueError(f"--load_in_8bit: weights in 8 bits are not supported by hf_fsdpturbo. {fix}")
+    if getattr(model_args, "load_in_4bit", False) and not adapter:
         raise ValueError(
-            f"{', '.join(f'--{name}' for name in typed)}: quantised weights are not supported by hf_fsdpturbo. Leave "
-            f"them out.{adapter}"
+            "--load_in_4bit freezes the model's weights, and without an adapter nothing would train. Add --use_peft, "
+            "or leave it out."
         )

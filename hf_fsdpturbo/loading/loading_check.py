@@ -16,6 +16,7 @@ from hf_fsdpturbo.loading.conversions import Conversion, Region, Shape, free_dim
 from hf_fsdpturbo.loading.open_files import OpenFiles
 from hf_fsdpturbo.loading.source_map import SourceMap
 from hf_fsdpturbo.loading.whole_sources import Target, convert, reader, region_shape, shapes, targets_of
+from hf_fsdpturbo.quantised.packed_weight import PackedWeight, packed_weight
 from hf_fsdpturbo.shards import Box, local_box, local_tensor
 
 FEW = 64
@@ -51,6 +52,8 @@ def _check_conversion(
     targets = targets_of(model, conversion)
     if not targets:
         return
+    packed = {name: weight for name in targets if (weight := packed_weight(model, name)) is not None}
+    targets |= {name: weight.shown() for name, weight in packed.items()}
     read, known = reader(sources, found.dtypes[conversion.name]), found.sources_of(conversion)
     wanted = {name: Target(tuple(tensor.shape), tensor.dtype) for name, tensor in targets.items()}
     boxes = {name: local_box(tensor) for name, tensor in targets.items()}
@@ -66,7 +69,7 @@ def _check_conversion(
     for region in regions:
         made = convert(model, conversion, known, wanted, read, region)
         for name in targets:
-            if not _same(targets[name], boxes[name], made[name], region):
+            if not _same(packed.get(name, targets[name]), targets[name], boxes[name], made[name], region):
                 raise ValueError(
                     f"{name} is not what {conversion.words} makes of {conversion.keys[0]} in "
                     f"{sources.path(conversion.keys[0])} (compared at {region or 'all'}). {_FIX}"
@@ -79,14 +82,19 @@ _FIX = (
 )
 
 
-def _same(target: Tensor, box: Box, made: Tensor, region: Region) -> bool:
-    """Whether this rank's part of a target has the bits of a region of the whole, as far as it goes."""
+def _same(held: Tensor | PackedWeight, target: Tensor, box: Box, made: Tensor, region: Region) -> bool:
+    """Whether this rank's part of a target has the bits of a region of the whole, as far as it goes.
+
+    Of a quantised one ``held``: whether it is as near as it can be.
+    """
     theirs = tuple(slice(None) if dim in region else own for dim, own in enumerate(box.slices))
     ours = tuple(
         slice(region[dim][0] - start, region[dim][1] - start) if dim in region else slice(None)
         for dim, start in enumerate(box.offset)
     )
     expected = made[theirs].to(target.dtype).contiguous()
+    if isinstance(held, PackedWeight):
+        return held.is_near(expected, ours)
     found = local_tensor(target).detach()[ours].cpu().contiguous()
     if expected.shape != found.shape:
         return False

@@ -131,9 +131,12 @@ def load_whole(
     path: str,
     build: Callable[..., tuple[nn.Module, dict[str, Any]]],
     drop_unused: bool = False,
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
     **from_pretrained_kwargs: Any,
 ) -> nn.Module:
     """Load a model whole on the CPU, checked as :func:`load_sharded` does; no collective, so it may fail here alone.
+
+    ``prepare`` gets the model on meta, before its weights are read, and returns it.
 
     Raises:
         ValueError: as in :func:`load_sharded`, on this rank.
@@ -147,7 +150,7 @@ def load_whole(
         nonlocal there
         there = there or cached_headers(path, from_pretrained_kwargs)
         unknown.extend(check_headers(cast(Any, model), *there))
-        return model
+        return prepare(model)
 
     kwargs = {**from_pretrained_kwargs, "device_map": None}
     with sharding_during_load(check):

@@ -86,8 +86,11 @@ def check_target_parameters(config: Any, model: nn.Module) -> None:
             )
 
 
-def add_adapter(model: Any, config: Any) -> Any:
-    """``get_peft_model`` on a model that is not sharded yet (on meta or whole), experts' factors stored expert first.
+def add_adapter(model: Any, config: Any, expert_first: bool = True) -> Any:
+    """``get_peft_model`` on a model that is not sharded yet (on meta or whole).
+
+    Args:
+        expert_first: store experts' factors so; not where nothing is sharded, and PEFT itself writes the files.
 
     Raises:
         ValueError: the configuration does not fit; see the checks above.
@@ -98,7 +101,8 @@ def add_adapter(model: Any, config: Any) -> Any:
     check_target_parameters(config, model)
     on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
     peft_model = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
-    make_shardable(peft_model)
+    if expert_first:
+        make_shardable(peft_model)
     return peft_model
 
 
@@ -201,6 +205,13 @@ def layers_inside(wrapper: Any) -> Iterator[Any]:
         yield wrapper
 
 
+def trained_copies(base: nn.Module) -> list[nn.Module]:
+    """Modules of which a copy is trained (``modules_to_save``), and those copies."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return [module for module in base.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+
+
 def hide(base: nn.Module) -> Callable[[], None]:
     """Put the wrapped modules themselves back in their places; returns the undo."""
     hidden: list[tuple[nn.Module, str, nn.Module]] = []
@@ -265,7 +276,9 @@ def _draw_layer(layer: Any, adapter: str, kind: Any) -> None:
     base_dtype = (layer.get_param() if is_param_wrapper(layer) else layer.get_base_layer().weight).dtype
     for factor, linear in stored.items():
         getattr(layer, factor)[adapter] = linear
-        whole = drawn[factor].weight.detach().to(base_dtype)  # PEFT rounds to the base dtype on its way to float32
+        whole = drawn[factor].weight.detach()
+        if base_dtype.is_floating_point:  # not of quantised weights
+            whole = whole.to(base_dtype)  # PEFT rounds to the base dtype on its way to float32
         if linear.weight.ndim == 3:
             whole = to_expert_first(factor, whole, num_experts)
         copy_full_tensor_(linear.weight, whole)

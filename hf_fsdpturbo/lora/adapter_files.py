@@ -28,6 +28,11 @@ def is_peft(model: Any) -> bool:
     return getattr(model, "peft_config", None) is not None and hasattr(model, "get_base_model")
 
 
+def is_adapter(model: Any) -> bool:
+    """Whether a model is given as the folder of an adapter's files."""
+    return isinstance(model, str) and os.path.isfile(os.path.join(model, ADAPTER_CONFIG))
+
+
 def gather_adapter(model: nn.Module) -> dict[str, Tensor]:
     """Trainable tensors in PEFT's layout, whole, on the CPU of rank 0 (empty elsewhere); collective. Few bytes."""
     reshard(model)

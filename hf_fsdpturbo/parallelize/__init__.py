@@ -2,6 +2,8 @@
 
     build.py            from a path or a model object to a sharded model, through the doors of TRL and Transformers
     order.py            kernels, context parallelism, experts, EFSDP, outer FSDP2, in this order
+    adapter_of_load.py  the adapter and the packed weights of one load
+    quantise.py         where packed weights meet experts, routers and adapters
     routed_experts.py   where sharding and dispatch meet
     autocast.py         bf16 compute as plain Trainer has it
     trainer_family.py   which of TRL's trainers, and its loader

@@ -18,116 +18,30 @@ from hf_fsdpturbo.loading.from_dcp import load_dcp
 from hf_fsdpturbo.loading.from_rank0 import load_on_rank0, weights_from_rank0
 from hf_fsdpturbo.loading.heads import share_random_state
 from hf_fsdpturbo.loading.seam import load_sharded, load_whole
-from hf_fsdpturbo.lora.adapter import (
-    add_adapter,
-    add_reference,
-    draw_adapters,
-    fill_reference,
-    hide,
-    make_shardable,
-    refuse_other_adapters,
-)
 from hf_fsdpturbo.lora.adapter_files import is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState, Topology
+from hf_fsdpturbo.parallelize.adapter_of_load import Adapter
 from hf_fsdpturbo.parallelize.fused_experts import register_experts_implementation
 from hf_fsdpturbo.parallelize.order import (
     ShardingReport,
     check_model,
     fsdp_options,
-    parallelize_model,
     prepare_one_process,
     shard_device,
 )
+from hf_fsdpturbo.parallelize.quantise import filling_of
 from hf_fsdpturbo.parallelize.same_model import check_same_model
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
 from hf_fsdpturbo.parallelize.trainer_family import model_loader
 from hf_fsdpturbo.quantisation import refuse_quantised
+from hf_fsdpturbo.quantised.asked import take
+from hf_fsdpturbo.quantised.filling import Filling, reading
 from hf_fsdpturbo.ranks import raised_on_every_rank
-from hf_fsdpturbo.shards import materialize
 
 if TYPE_CHECKING:
     from hf_fsdpturbo.arguments import FSDPTurboArguments
 
 STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-class Adapter:
-    """The adapter of one load: from ``peft_config``, or in a PEFT model that was given whole, or none.
-
-    Args:
-        config: what to add; None adds nothing.
-        model: the model that was given, if it was an object.
-        head_unit: as ``parallelize_model`` has it; not with an adapter, which may sit on the head.
-        with_images: as ``parallelize_model`` has it.
-        with_reference: the adapter as it is now stays beside the trained one, as a preference trainer's reference.
-
-    Raises:
-        ValueError: it has an adapter that is not LoRA.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        model: Any = None,
-        *,
-        head_unit: bool = False,
-        with_images: bool = False,
-        with_reference: bool = False,
-    ) -> None:
-        self.config, self.head_unit, self.with_reference = config, head_unit, with_reference
-        self.with_images = with_images
-        self.peft_model: Any = model if is_peft(model) else None
-        if self.peft_model is not None:
-            refuse_other_adapters(self.peft_model)
-        self.on_meta = False
-        self.show: Callable[[], None] = lambda: None
-        self.frozen: list[tuple[nn.Module, str]] = []
-
-    def parallelize(
-        self, model: Any, args: FSDPTurboArguments, state: FSDPTurboParallelState
-    ) -> tuple[Any, ShardingReport]:
-        """``parallelize_model`` of a base model with the adapter in it; after it the wrappers are hidden.
-
-        Raises:
-            ValueError: the adapter does not fit; naming field, value, rule, fix.
-        """
-        if self.config is not None:
-            self.on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
-            self.peft_model = add_adapter(model, self.config)
-        elif self.peft_model is not None:
-            make_shardable(self.peft_model)
-        if self.with_reference:
-            add_reference(self.peft_model)
-        if self.peft_model is not None and args.fsdpturbo_params.ep_backend != "torch":
-            raise ValueError(
-                f"ep_backend={args.fsdpturbo_params.ep_backend!r} does not take LoRA. Set ep_backend to 'torch'."
-            )
-        head_unit = self.head_unit and self.peft_model is None
-        model, report = parallelize_model(
-            model, args, state, head_unit=head_unit, with_images=self.with_images
-        )
-        if self.peft_model is not None:
-            self.frozen = [(m, n) for m in model.modules() for n, p in m._parameters.items() if _is_frozen(p)]
-            self.show = hide(model)
-            self.peft_model._is_accelerate_prepared = True
-        return model, report
-
-    def finish(self, model: Any, device: torch.device) -> Any:
-        """The PEFT model, adapters drawn; the model itself where there is no adapter."""
-        self.show()
-        for module, name in self.frozen:  # the loader makes plain (whole) parameters anew, and they would train
-            getattr(module, name).requires_grad_(False)
-        if self.on_meta:
-            materialize(self.peft_model, device)
-            share_random_state()  # a load may have drawn for shards, whose sizes differ from rank to rank
-            draw_adapters(self.peft_model)
-        if self.with_reference:
-            fill_reference(self.peft_model)
-        return model if self.peft_model is None else self.peft_model
-
-
-def _is_frozen(parameter: nn.Parameter | None) -> bool:
-    return parameter is not None and not parameter.requires_grad
 
 
 def build_model(
@@ -142,12 +56,14 @@ def build_model(
     head_unit: bool = False,
     with_images: bool = False,
     with_reference: bool = False,
+    quantization_config: Any = None,
 ) -> tuple[Any, ShardingReport]:
     """Load a model from a path, every rank its own slices; in one process, load it whole.
 
     ``defaults`` are ``from_pretrained`` keywords below ``model_init_kwargs``. ``use_dcp_path=False``: the model is not
     the one that ``dist_config`` ``dcp_path`` is about (a reference of its own). With ``peft_config`` a sharded run
-    returns the PEFT model; in one process TRL makes it.
+    returns the PEFT model; in one process TRL makes it, but on quantised weights. ``quantization_config`` is the
+    trainer's own, beside the one in ``model_init_kwargs``.
 
     Raises:
         ValueError: the checkpoint is damaged or does not fit; sizes do not fit the model.
@@ -158,17 +74,24 @@ def build_model(
     if storage is not None:
         kwargs["dtype"] = storage
     kwargs["drop_unused"] = config.drop_unused_tensors
+    filling = filling_of(take(kwargs, quantization_config), config)
+    if filling is not None:
+        build = reading(build, filling)
     with raised_on_every_rank(f"loading {path}"):
         refuse_trusted_base(path, bool(kwargs.get("trust_remote_code")))
         refuse_impossible(path, kwargs)
         _refuse_quantised(path, kwargs)
     set_seed(cast(Any, config).seed)  # where TRL does it too: what a checkpoint lacks is drawn from here on
+    adapter = Adapter(
+        peft_config, head_unit=head_unit, with_images=with_images, with_reference=with_reference, filling=filling
+    )
     if state is None:
+        if filling is not None:
+            return _one_process(partial(load_whole, path, build, prepare=adapter.alone, **kwargs), adapter, config)
         with raised_on_every_rank(f"loading {path}"):
             model = load_whole(path, build, **kwargs)
         return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     check_gradient_scale(state, fsdp_options(config))
-    adapter = Adapter(peft_config, head_unit=head_unit, with_images=with_images, with_reference=with_reference)
     device = shard_device(config)
     reports: list[ShardingReport] = []
     if config.init_params.name == "init_on_default":
@@ -193,7 +116,20 @@ def build_model(
         model = load_sharded(path, build, shard, device=device, check_loading=config.check_loading, **kwargs)
     if device != config.device:
         _place_unsharded(model, config.device)
-    return adapter.finish(_filled(model, config, use_dcp_path), device), reports[0]
+    return _reported(adapter.finish(_filled(model, config, use_dcp_path), device), reports[0], filling)
+
+
+def _one_process(load: Callable[[], Any], adapter: Adapter, config: FSDPTurboArguments) -> tuple[Any, ShardingReport]:
+    """A model with quantised weights, and its adapter, in one process."""
+    base = load()
+    model = adapter.finish(base, config.device)
+    return _reported(model, prepare_one_process(base, config, Topology.resolve(1)), adapter.filling)
+
+
+def _reported(model: Any, report: ShardingReport, filling: Filling | None) -> tuple[Any, ShardingReport]:
+    if filling is not None:
+        report.notes.append(str(filling))
+    return model, report
 
 
 def _filled(model: Any, config: FSDPTurboArguments, use_dcp_path: bool) -> Any:
@@ -223,10 +159,12 @@ def shard_given_model(
     head_unit: bool = False,
     with_images: bool = False,
     with_reference: bool = False,
+    quantization_config: Any = None,
 ) -> tuple[Any, ShardingReport]:
     """Shard a model object that every rank holds whole, in place; in one process, only convert its dtype.
 
-    It may be a PEFT model; with ``peft_config`` a sharded run makes it one.
+    It may be a PEFT model; with ``peft_config`` a sharded run makes it one. With ``quantization_config`` its frozen
+    weights are quantised in place, one after the other.
 
     Raises:
         ValueError: sizes do not fit the model, or the ranks hold different models.
@@ -237,19 +175,28 @@ def shard_given_model(
     storage = STORAGE_DTYPES.get(config.fsdpturbo_params.param_storage_dtype)
     if storage is not None:
         store_parameters(model, base, storage)
+    filling = filling_of(take({}, quantization_config), config)
+    adapter = Adapter(
+        peft_config,
+        model,
+        head_unit=head_unit,
+        with_images=with_images,
+        with_reference=with_reference,
+        filling=filling,
+    )
+    if state is None and filling is not None:
+        set_seed(cast(Any, config).seed)
+        return _one_process(partial(adapter.alone, base), adapter, config)
     if state is None:
         return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
     set_seed(cast(Any, config).seed)  # where TRL does it too, before it draws an adapter
-    adapter = Adapter(
-        peft_config, model, head_unit=head_unit, with_images=with_images, with_reference=with_reference
-    )
     check_same_model(model)
     check_gradient_scale(state, fsdp_options(config))
     base, report = adapter.parallelize(base, config, state)
     if config.init_params.name != "init_on_meta":
         report.notes.append(f"init_config {config.init_params.name} has no effect: model is an object, not a path")
     _place_unsharded(base, config.device)
-    return adapter.finish(_filled(base, config, use_dcp_path), shard_device(config)), report
+    return _reported(adapter.finish(_filled(base, config, use_dcp_path), shard_device(config)), report, filling)
 
 
 def _place_unsharded(model: nn.Module, device: torch.device) -> None:

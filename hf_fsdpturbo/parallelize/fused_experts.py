@@ -18,6 +18,7 @@ from hf_fsdpturbo.dispatch.dispatcher import get_dispatcher
 from hf_fsdpturbo.ops.table import OPS, get_ops
 from hf_fsdpturbo.ops.weight_copies import WeightCopies
 from hf_fsdpturbo.sharding.expert_parallel import is_plain_swiglu
+from hf_fsdpturbo.sharding.packed_experts import has_packed_experts
 
 IMPLEMENTATION = "fsdpturbo"  # the name in Transformers' registry of experts implementations
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
@@ -164,6 +165,8 @@ def route_in_one_process(model: nn.Module, dispatcher: str = "fused") -> FusedEx
     if dispatcher == "eager":
         return found
     for name, module in experts_modules(model).items():
+        if has_packed_experts(module):
+            continue  # quantise.py has put ours in already
         if isinstance(module.forward, FusedForward):
             found.names.append(name)
         elif (why := why_kept(module)) is not None:

@@ -35,9 +35,10 @@ from hf_fsdpturbo.parallelize.autocast import compute_as_autocast, compute_rows_
 from hf_fsdpturbo.parallelize.fused_experts import dispatcher_alone, route_in_one_process
 from hf_fsdpturbo.parallelize.ignored_modules import check_patterns, ignored_parameters
 from hf_fsdpturbo.parallelize.kept_activations import install_recompute
+from hf_fsdpturbo.parallelize.quantise import route_packed_alone
 from hf_fsdpturbo.parallelize.routed_experts import expert_options, route_experts
 from hf_fsdpturbo.sharding import fsdp_turbo
-from hf_fsdpturbo.sharding.expert_fsdp import check_expert_shards
+from hf_fsdpturbo.sharding.expert_fsdp import check_expert_shards, frozen_bytes
 from hf_fsdpturbo.sharding.expert_parallel import check_experts, shared_by_experts
 from hf_fsdpturbo.sharding.outer_fsdp import (
     check_ownership,
@@ -194,6 +195,8 @@ def parallelize_model(
             if experts.gradient_divisor is not None:
                 unmanaged.update(module.parameters())
             unmanaged |= shared_by_experts(module)
+            if state.expert_fsdp_mesh.size(state.expert_fsdp_mesh.ndim - 1) == 1:
+                unmanaged |= frozen_bytes(module)
         report.notes += install_recompute(model, args, state.topology, counts, params.ep_dispatcher)
     ignored = _parameters(model, counts)
     report.num_experts = max(counts.values(), default=0)
@@ -260,7 +263,9 @@ def prepare_one_process(model: PreTrainedModel, args: FSDPTurboArguments, topolo
     )
     keep_documents_apart(model)
     dispatcher, note = dispatcher_alone(args)
+    packed = route_packed_alone(model, dispatcher, torch.bfloat16 if getattr(args, "bf16", False) else None)
     routed = route_in_one_process(model, dispatcher)
+    routed.names += packed
     report.fused_alone = len(routed.names)
     report.notes += [*filter(None, [note]), *routed.lines(dispatcher)]
     report.notes += install_recompute(model, args, topology, routed.names, dispatcher)

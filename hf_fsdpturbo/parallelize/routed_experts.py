@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hf_fsdpturbo.dispatch.dispatcher import Dispatcher, get_dispatcher
+from hf_fsdpturbo.dispatch.recompute import current_tape
 from hf_fsdpturbo.expert_stacks import called_by
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.aligned_stacks import aligner
@@ -17,6 +18,7 @@ from hf_fsdpturbo.sharding.expert_fsdp import fully_shard_experts
 from hf_fsdpturbo.sharding.expert_gate import gate_in_float32
 from hf_fsdpturbo.sharding.expert_lora import base_module, wrapper_chain
 from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts, shard_experts, shared_by_experts
+from hf_fsdpturbo.sharding.packed_experts import PackedExperts, has_packed_experts
 
 
 class RoutedForward:
@@ -50,7 +52,13 @@ class RoutedForward:
         with torch.autocast(rows_TD.device.type, enabled=False):
             as_is = self.dispatcher.takes_float32 and rows_TD.dtype == torch.float32
             sent_TD = rows_TD if as_is else rows_TD.to(self.experts.compute_dtype)
-            output_TD = self.dispatcher(sent_TD, index_TK, weights_TK, self.experts).to(rows_TD.dtype)
+            try:
+                # recompute runs the call anew, and saves nothing now
+                opened_TD = self.experts.open(sent_TD, torch.is_grad_enabled() and current_tape() is None)
+                output_TD = self.dispatcher(opened_TD, index_TK, weights_TK, self.experts)
+                output_TD = self.experts.close(output_TD).to(rows_TD.dtype)
+            finally:
+                self.experts.leave()
         if hidden_states.ndim == 2:
             return output_TD
         # Never a view: a model may add shared experts in place, and that drops FSDP's backward hook from a view.
@@ -97,12 +105,16 @@ def route_experts(
     """
     topology = state.topology
     view = AdaptedExperts if wrapper_chain(module) else ModuleExperts
+    packed = has_packed_experts(base_module(module))
+    view = PackedExperts if packed else view
     experts = shard_experts(module, state.ep_mesh, num_experts, view)
     group = state.ep_mesh.get_group() if topology.ep_size > 1 else None
     if getattr(base_module(module), "has_unused_experts", False):
         experts.align = aligner(num_experts, group)
     if options["mp_policy"].param_dtype is not None and experts.compute_dtype == torch.float32:
         gate_in_float32(base_module(module))
+    if isinstance(experts, PackedExperts):
+        experts.compute_as = options["mp_policy"].param_dtype
     brings = get_dispatcher(dispatcher)(group, num_experts, state.ep_nodes)
     setattr(module, called_by(module), RoutedForward(experts, brings, name))
     fully_shard_experts(
@@ -111,7 +123,7 @@ def route_experts(
         num_local_experts=experts.num_local_experts,
         divide_factor=topology.dp_size * topology.cp_size,
         options=expert_options(options),
-        experts=None if wrapper_chain(module) else experts,
+        experts=None if wrapper_chain(module) or packed else experts,
         shared=shared_by_experts(module),
     )
     return experts

@@ -5,13 +5,13 @@ L local experts, r rank, I in, O out features of one expert's matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_fsdpturbo.sharding.expert_lora import FACTORS, base_module, wrapper_chain
+from hf_fsdpturbo.sharding.expert_lora import FACTORS, base_module, to_expert_first, wrapper_chain
 from hf_fsdpturbo.sharding.expert_parallel import ModuleExperts
 from hf_fsdpturbo.shards import local_tensor
 
@@ -31,20 +31,28 @@ class AdaptedExperts(ModuleExperts):
 
     def local_parameters(self) -> dict[str, Tensor]:
         """As the base class, with the active adapters added. Also a rank without tokens so reaches the factors."""
-        local = super().local_parameters()
-        for wrapper in self.wrappers:
-            if wrapper.disable_adapters or wrapper.merged:
-                continue
-            for adapter in wrapper.active_adapters:
-                if adapter in wrapper.lora_A:
-                    local[wrapper.parameter_name] = self._add(local[wrapper.parameter_name], wrapper, adapter)
-        return local
+        return {name: self.adapted(name, weight) for name, weight in super().local_parameters().items()}
 
-    def _add(self, weight: Tensor, wrapper: Any, adapter: str) -> Tensor:
-        """``weight [L, O, I]`` (``[L, I, O]`` in transposed layouts) plus one adapter, in the dtype of the weight."""
-        a_LrI, b_LOr = (local_tensor(getattr(wrapper, factor)[adapter].weight).to(weight.dtype) for factor in FACTORS)
+    def adapted(self, name: str, weight: Tensor) -> Tensor:
+        """``weight [L, O, I]`` (``[L, I, O]`` in transposed layouts) plus its adapters, in the dtype of the weight."""
+        for wrapper, adapter in self.active(name):
+            left, right = self.factors(wrapper, adapter, weight.dtype)
+            weight = torch.baddbmm(weight, left, right, alpha=wrapper.scaling[adapter])
+        return weight
+
+    def active(self, name: str) -> Iterator[tuple[Any, str]]:
+        """The wrappers of one stack, with the adapters that count now."""
+        for wrapper in self.wrappers:
+            if wrapper.parameter_name == name and not wrapper.disable_adapters and not wrapper.merged:
+                yield from ((wrapper, adapter) for adapter in wrapper.active_adapters if adapter in wrapper.lora_A)
+
+    def factors(self, wrapper: Any, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``(left, right)`` of one adapter in ``dtype``, whose product has the layout of the weight."""
+        weights = (local_tensor(getattr(wrapper, factor)[adapter].weight).to(dtype) for factor in FACTORS)
+        a_LrI, b_LOr = (
+            weight if weight.ndim == 3 else to_expert_first(factor, weight, self.num_local_experts)
+            for factor, weight in zip(FACTORS, weights, strict=True)
+        )
         if getattr(self.module, "is_transposed", False):
-            left, right = a_LrI.transpose(1, 2), b_LOr.transpose(1, 2)
-        else:
-            left, right = b_LOr, a_LrI
-        return torch.baddbmm(weight, left, right, alpha=wrapper.scaling[adapter])
+            return a_LrI.transpose(1, 2), b_LOr.transpose(1, 2)
+        return b_LOr, a_LrI

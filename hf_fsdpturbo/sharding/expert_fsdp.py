@@ -92,6 +92,11 @@ def one_rank_holds_whole(module: nn.Module, mesh: DeviceMesh, options: dict[str,
     return mesh.size() == 1 and "offload_policy" not in options and fits
 
 
+def frozen_bytes(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters of quantised weights of an experts module."""
+    return {parameter for parameter in module.parameters() if parameter.dtype == torch.uint8}
+
+
 def fully_shard_experts(
     module: nn.Module,
     mesh: DeviceMesh,
@@ -111,7 +116,8 @@ def fully_shard_experts(
         divide_factor: ``dp_size * cp_size``; an expert's gradient already sums the tokens of its whole ep group.
         options: further arguments of ``fully_shard`` (policies, reshard_after_forward).
         experts: the view that can divide gradients where FSDP would only copy; without one FSDP always does.
-        shared: parameters that all experts share, left out: they are whole on every rank.
+        shared: parameters that all experts share, left out: they are whole on every rank. So are quantised weights
+            that one rank holds whole: they are frozen, so there is nothing to gather or reduce.
     """
     if experts is not None and one_rank_holds_whole(module, mesh, options):
         fully_shard(module, mesh=mesh, ignored_params=set(module.parameters()), **options)
@@ -128,7 +134,8 @@ def fully_shard_experts(
         rows = local_tensor(parameter).shape[0]
         return Shard(expert_shard_dim(parameter, num_local_experts, shard_size, on_dim_1[parameter], rows))
 
-    fully_shard(module, mesh=mesh, shard_placement_fn=placement, ignored_params=set(shared), **options)
+    left_out = set(shared) | (frozen_bytes(module) if shard_size == 1 else set())
+    fully_shard(module, mesh=mesh, shard_placement_fn=placement, ignored_params=left_out, **options)
     assert isinstance(module, FSDPModule)
     getattr(module, compat.gradient_divide_factor_method())(float(divide_factor))
     # Gloo and HCCL have no PREMUL_SUM, so: a plain sum, divided after. A group of one divides by itself; the forced

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_fsdpturbo.expert_stacks import called_by, fits, shared_parameters, stack_names
 from hf_fsdpturbo.ops.weight_copies import WeightCopies
+from hf_fsdpturbo.quantised.packed_weight import is_statistic
 from hf_fsdpturbo.sharding.expert_bias import summed_in_float32
 from hf_fsdpturbo.sharding.expert_lora import base_module
 from hf_fsdpturbo.shards import local_tensor
@@ -81,6 +82,17 @@ class ModuleExperts:
         self.num_local_experts = num_local_experts
         self.is_plain_swiglu = is_plain_swiglu(module)
         self.copies = WeightCopies()
+
+    def open(self, rows: Tensor, until_backward: bool) -> Tensor:
+        """The rows of one call, which begins; ``until_backward`` as :class:`quantised.fleeting.Fleeting` has it."""
+        return rows
+
+    def close(self, output: Tensor) -> Tensor:
+        """The output of the call."""
+        return output
+
+    def leave(self) -> None:
+        """The call is over, by its end or by an exception."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -152,7 +164,7 @@ def is_plain_swiglu(module: nn.Module) -> bool:
     return (
         all(getattr(module, flag, None) is value for flag, value in flags.items())
         and getattr(module, "has_post_expert_norm", False) is False
-        and {name for name, _ in module.named_parameters()} == {"gate_up_proj", "down_proj"}
+        and {name for name, _ in module.named_parameters() if not is_statistic(name)} == {"gate_up_proj", "down_proj"}
         and isinstance(getattr(module, "act_fn", None), (SiLUActivation, nn.SiLU))
         and getattr(type(module), "_apply_gate", None) is _default_apply_gate
     )

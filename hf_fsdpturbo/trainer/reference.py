@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_fsdpturbo.arguments import FSDPTurboArguments
-from hf_fsdpturbo.lora.adapter_files import ADAPTER_CONFIG, is_peft
+from hf_fsdpturbo.lora.adapter_files import is_adapter, is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
 from hf_fsdpturbo.parallelize.trainer_family import refuse_online, trl_classes
@@ -67,6 +66,7 @@ def add_reference(
             defaults=as_policy,
             use_dcp_path=not own,
             with_images=with_images,
+            quantization_config=given.get("quantization_config"),
         )
     elif isinstance(reference, nn.Module):
         reference, _ = shard_given_model(reference, config, state, use_dcp_path=False, with_images=with_images)
@@ -77,11 +77,6 @@ def is_own_reference(given: GivenArguments, sharded: bool = True) -> bool:
     """Whether a loaded adapter, as it is now, is the reference: TRL keeps a copy of it under the name ``ref``."""
     adapted = is_peft(given.get("model")) or (sharded and is_adapter(given.get("model")))
     return adapted and given.takes("ref_model") and given.get("ref_model") is None
-
-
-def is_adapter(model: Any) -> bool:
-    """Whether a model is given as the folder of an adapter's files."""
-    return isinstance(model, str) and os.path.isfile(os.path.join(model, ADAPTER_CONFIG))
 
 
 def _needs_none(given: GivenArguments, config: FSDPTurboArguments, sharded: bool) -> bool:

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from hf_fsdpturbo import compat
 from hf_fsdpturbo.images import IMAGE_KEYS
-from hf_fsdpturbo.lora.adapter_files import is_peft
+from hf_fsdpturbo.lora.adapter_files import is_adapter, is_peft
 from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
-from hf_fsdpturbo.quantisation import refuse_quantised, refuse_settings
+from hf_fsdpturbo.quantisation import refuse_quantised
+from hf_fsdpturbo.quantised.asked import asked_for
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 
 PACKAGES_OF_REPORTS = {
@@ -50,7 +51,7 @@ def refuse_model(given: GivenArguments, world_size: int) -> None:
             "model_init is not supported in a run of several processes: it makes the model past the sharded loader. "
             "Pass model, a path or an object."
         )
-    refuse_settings({"quantization_config": given.get("quantization_config")})
+    asked_for({"quantization_config": given.get("quantization_config")})
     model = given.get("model")
     if world_size > 1 and isinstance(model, nn.Module) and not is_transformers_model(model):
         raise ValueError(
@@ -63,6 +64,23 @@ def refuse_model(given: GivenArguments, world_size: int) -> None:
             "model was loaded with its own distributed_config, but sharding is done by hf_fsdpturbo. Load it without."
         )
     refuse_quantised(config, "model", getattr(model, "hf_quantizer", None))
+
+
+def frozen_in_four_bits(given: GivenArguments, config: Any) -> bool:
+    """Whether frozen weights are to be in 4 bits; they must be frozen.
+
+    Raises:
+        ValueError: there is no adapter, so they would be trained.
+    """
+    own, kwargs = given.get("quantization_config"), getattr(config, "model_init_kwargs", None) or {}
+    asked = asked_for({"quantization_config": own}) if own is not None else asked_for(kwargs, "model_init_kwargs ")
+    model = given.get("model")
+    if asked is None or given.get("peft_config") is not None or is_peft(model) or is_adapter(model):
+        return asked is not None
+    raise ValueError(
+        f"load_in_4bit=True ({asked}) freezes the model's weights, and without an adapter nothing would train. Pass "
+        "peft_config (--use_peft), or leave load_in_4bit out to train in full."
+    )
 
 
 def refuse_optimizers(given: GivenArguments, world_size: int) -> None:

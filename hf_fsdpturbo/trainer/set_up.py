@@ -20,7 +20,7 @@ from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, des
 from hf_fsdpturbo.images import may_have_images
 from hf_fsdpturbo.loading.files import base_of_adapter, refuse_trusted_base
 from hf_fsdpturbo.lora.adapter import config_of_files, fill_reference
-from hf_fsdpturbo.lora.adapter_files import ADAPTER_CONFIG, load_adapter
+from hf_fsdpturbo.lora.adapter_files import ADAPTER_CONFIG, is_adapter, load_adapter
 from hf_fsdpturbo.optim.one_pass import in_one_pass
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
@@ -38,12 +38,12 @@ from hf_fsdpturbo.trainer.output_place import open_output_dir
 from hf_fsdpturbo.trainer.reference import (
     add_reference,
     hash_shards,
-    is_adapter,
     is_own_reference,
     trainer_functions_replaced,
 )
 from hf_fsdpturbo.trainer.refusals import (
     aux_loss_warning,
+    frozen_in_four_bits,
     is_transformers_model,
     refuse_foreign_parameters,
     refuse_missing_packages,
@@ -150,26 +150,25 @@ class SetUp:
         with_images = state is not None and self._may_have_images()
         add_reference(self.trainer_class, given, config, state, with_images=with_images)
         model = given.get("model")
-        peft_config = None if state is None else given.get("peft_config")
+        packed = frozen_in_four_bits(given, config)
+        peft_config = None if state is None and not packed else given.get("peft_config")
         self.is_own_reference = state is not None and is_own_reference(given)
         if state is not None and is_adapter(model):
             given["model"] = self._load_adapter(model, with_images)
+            self._used_up()
             return self.report
-        more: dict[str, Any] = {
-            "peft_config": peft_config,
-            "head_unit": self.head.is_ours,
-            "with_images": with_images,
-        }
+        more: dict[str, Any] = {"peft_config": peft_config, "head_unit": self.head.is_ours}
+        more["with_images"] = with_images
+        more["quantization_config"] = given.get("quantization_config")
         if isinstance(model, str):
             self._keep_revision(model)
             model, self.report = build_model(self.trainer_class, model, config, state, **more)
         elif is_transformers_model(model):
-            model, self.report = shard_given_model(
-                model, config, state, with_reference=self.is_own_reference, **more
-            )
+            model, self.report = shard_given_model(model, config, state, with_reference=self.is_own_reference, **more)
         if peft_config is not None:
             self.peft_model, model = model, cast(Any, model).get_base_model()
         given["model"] = model
+        self._used_up()
         return self.report
 
     def _may_have_images(self) -> bool:
@@ -178,6 +177,11 @@ class SetUp:
         with together("reading the columns of the data sets"):
             mine = may_have_images([given.get("train_dataset"), given.get("eval_dataset")], given.get("data_collator"))
         return any(everyone(mine))
+
+    def _used_up(self) -> None:
+        """Take the trainer's ``quantization_config``: with a model object, TRL would warn or refuse."""
+        if self.given.get("quantization_config") is not None:
+            self.given["quantization_config"] = None
 
     def prepare_made(self, model: nn.Module) -> nn.Module:
         """What ``model_init`` has made, in one process: as a model object that was given."""
@@ -211,6 +215,7 @@ class SetUp:
             peft_config=peft_config,
             with_images=with_images,
             with_reference=self.is_own_reference,
+            quantization_config=self.given.get("quantization_config"),
         )
         with together(f"reading {directory}"):
             load_adapter(model, directory)
@@ -235,6 +240,7 @@ class SetUp:
         functions: dict[str, Any] = {"global_then_local_main_first": rank0_first}
         if self.parallel_state is not None:
             functions["hash_module"], functions["clone_chat_template"] = hash_shards, take_template
+        if self.peft_model is not None:
             functions["get_peft_model"] = lambda model, config, **kwargs: self.peft_model
         init_kwargs = getattr(config, "model_init_kwargs", None)
         if hasattr(config, "model_init_kwargs"):

@@ -131,6 +131,7 @@ def refused_rows(trainer: Any, tokenizer: Any) -> dict[str, tuple[str, str]]:
 def refused_by_trainers(trainer: Any, data: Any, tokenizer: Any) -> dict[str, tuple[str, str]]:
     """What comes in as an argument of the trainer, or is asked of it."""
     import torch
+    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
     from hf_fsdpturbo import FSDPTurboSFTTrainer, FSDPTurboTrainer
@@ -143,13 +144,30 @@ def refused_by_trainers(trainer: Any, data: Any, tokenizer: Any) -> dict[str, tu
     own = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
     own.config.distributed_config = Distributed()
     stock = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none")
-    quantised = BitsAndBytesConfig(load_in_4bit=True)
+    quantised, wide = BitsAndBytesConfig(load_in_4bit=True), BitsAndBytesConfig(load_in_8bit=True)
+    adapter = LoraConfig(target_modules=["q_proj"])
     attempts = {
         "model_init": lambda: FSDPTurboTrainer(model_init=lambda: own, args=args, train_dataset=data),
         "hyperparameter_search": lambda: trainer.hyperparameter_search(n_trials=1),
         "object_with_distributed_config": lambda: FSDPTurboTrainer(own, args=args, train_dataset=data),
         "quantization_config": lambda: FSDPTurboSFTTrainer(
             path, args=args, train_dataset=data, processing_class=tokenizer, quantization_config=quantised
+        ),
+        "load_in_8bit": lambda: FSDPTurboSFTTrainer(
+            path,
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer,
+            quantization_config=wide,
+            peft_config=adapter,
+        ),
+        "rows_of_32": lambda: FSDPTurboSFTTrainer(
+            path,
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer,
+            quantization_config=quantised,
+            peft_config=adapter,
         ),
         "stock_arguments": lambda: FSDPTurboTrainer(own, args=stock, train_dataset=data),
         "no_arguments": lambda: FSDPTurboTrainer(own, train_dataset=data),
@@ -176,7 +194,9 @@ OF_TRAINERS = {
     "model_init": ("model_init",),
     "hyperparameter_search": ("hyperparameter_search",),
     "object_with_distributed_config": ("distributed_config",),
-    "quantization_config": ("quantization_config",),
+    "quantization_config": ("load_in_4bit=True", "without an adapter", "peft_config"),
+    "load_in_8bit": ("quantization_config", "not supported"),
+    "rows_of_32": ("rows of 32 elements", "blocks of 64", "llm_int8_skip_modules"),
     "stock_arguments": ("FSDPTurboArguments", "2 processes", "TrainingArguments"),
     "no_arguments": ("FSDPTurboArguments", "TrainingArguments"),
     "m10_push_offline": ("making the Hub repository (push_to_hub) failed on rank 0 of 2",),

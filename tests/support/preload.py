@@ -28,6 +28,8 @@ from trl import DPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401
 
 with contextlib.suppress(ImportError):  # an optional package
     import peft  # noqa: F401
+with contextlib.suppress(ImportError):
+    import bitsandbytes  # noqa: F401
 
 import hf_fsdpturbo.trainer
 import hf_fsdpturbo.trl  # noqa: F401

@@ -126,6 +126,14 @@ REPLACED = (
         "DTensor.from_local leaves a local tensor where it is",
     ),
     Row(
+        "transformers.core_model_loading.set_param_for_module",
+        "replace",
+        ("quantised/filling.py",),
+        "a frozen weight is quantised as it is set, so that one of them is in memory in full; for one call",
+        f"{CONTRACT}::test_loader_converts_and_loads_in_one_function",
+        "Transformers quantises stacked experts, and shards what it quantises",
+    ),
+    Row(
         "transformers.PreTrainedModel._init_weights",
         "replace",
         ("loading/heads.py",),
@@ -388,7 +396,7 @@ SET = (
     Row(
         "accelerate.Accelerator._is_accelerate_prepared",
         "set",
-        ("parallelize/build.py", "parallelize/order.py"),
+        ("parallelize/adapter_of_load.py", "parallelize/order.py"),
         "on the model: accelerate and TRL pass it through untouched",
         f"{ACCELERATE}::test_prepared_models_pass_through",
         "accelerate has a public way to say so",
@@ -404,7 +412,7 @@ SET = (
     Row(
         "transformers.PreTrainedModel._is_hf_initialized",
         "set",
-        ("loading/heads.py", "shards.py"),
+        ("loading/heads.py", "quantised/packed_weight.py", "shards.py"),
         "on tensors: they are filled, do not draw them; read where a head may be fresh",
         f"{CONTRACT}::test_marks_of_filled_tensors",
         STAYS,
@@ -625,6 +633,14 @@ READ = (
         "what stays in float32",
         f"{CONTRACT}::test_dtype_plan_and_head_initialisation",
         "it has a public name",
+    ),
+    Row(
+        "transformers.PreTrainedModel._keep_in_fp32_modules",
+        "read",
+        ("quantised/choice.py",),
+        "modules that are not quantised, as Transformers' own quantiser leaves them out",
+        f"{CONTRACT}::test_what_bitsandbytes_leaves_out",
+        "Transformers has one function for what a quantiser leaves out",
     ),
     Row(
         "transformers.PreTrainedModel._no_split_modules",
@@ -960,13 +976,14 @@ READ = (
                 "_parameters",
                 (
                     "loading/heads.py",
-                    "parallelize/build.py",
+                    "parallelize/adapter_of_load.py",
+                    "quantised/packed_weight.py",
                     "sharding/expert_parallel.py",
                     "shards.py",
                 ),
                 "another tensor in a parameter's place, without registration",
             ),
-            ("_buffers", ("parallelize/build.py", "shards.py"), "the same for buffers"),
+            ("_buffers", ("parallelize/build.py", "quantised/packed_weight.py", "shards.py"), "the same for buffers"),
             ("_modules", ("lora/adapter.py",), "the wrapped module in its wrapper's place while it loads"),
             ("_non_persistent_buffers_set", ("shards.py",), "buffers that no checkpoint has"),
         )

@@ -16,6 +16,7 @@ SOURCES = sources()
 
 # The files that import each optional package, also by name: one, but kernels may fill several.
 OWNERS: dict[str, list[str]] = {
+    "bitsandbytes": ["quantised/four_bit.py"],
     "fla": ["kernels/fla.py"],
     "fsdp_turbo": ["sharding/fsdp_turbo.py"],
     "liger_kernel": ["kernels/liger.py"],

@@ -89,9 +89,12 @@ def test_m3_no_torch_npu(tmp_path, monkeypatch):
 
 
 def test_m5_names_what_was_typed():
-    typed = SimpleNamespace(load_in_4bit=True, load_in_8bit=False, use_peft=True)
-    says(lambda: recipe.refuse_typed(typed), "--load_in_4bit", "--use_peft", without=("quantization_config",))
+    alone = SimpleNamespace(load_in_4bit=True, load_in_8bit=False, use_peft=False)
+    says(lambda: recipe.refuse_typed(alone), "--load_in_4bit", "--use_peft", without=("quantization_config",))
+    wide = SimpleNamespace(load_in_4bit=False, load_in_8bit=True, use_peft=True)
+    says(lambda: recipe.refuse_typed(wide), "--load_in_8bit", "--load_in_4bit", without=("quantization_config",))
     recipe.refuse_typed(SimpleNamespace(load_in_4bit=False, load_in_8bit=False))
+    recipe.refuse_typed(SimpleNamespace(load_in_4bit=True, load_in_8bit=False, use_peft=True))
 
 
 def test_m6_export_names_its_own_argument(tmp_path, capsys):

@@ -186,7 +186,7 @@ def test_parallelism_config_is_refused(build, field):
     )
 
 
-@pytest.mark.parametrize("name", ["quantization_config", "distributed_config", "load_in_4bit", "tp_plan"])
+@pytest.mark.parametrize("name", ["quantization_config", "distributed_config", "load_in_8bit", "tp_plan"])
 def test_model_keywords_are_refused(build, name, monkeypatch):
     monkeypatch.setattr(FSDPTurboTrainingArguments, "model_init_kwargs", {name: {"x": 1}}, raising=False)
     raises_naming(build, f"model_init_kwargs {name}", "'x': 1")

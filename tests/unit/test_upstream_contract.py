@@ -123,6 +123,16 @@ def test_loader_converts_and_loads_in_one_function():
     assert wanted <= set(modeling_utils.LoadStateDictConfig.__dataclass_fields__)
 
 
+def test_what_bitsandbytes_leaves_out():
+    """choice.py asks the functions that Transformers' own 4-bit quantiser asks."""
+    from transformers.quantizers import base, quantizer_bnb_4bit, quantizers_utils
+
+    text = source(quantizer_bnb_4bit.Bnb4BitHfQuantizer._process_model_before_weight_loading)
+    assert "self.quantization_config.llm_int8_skip_modules, model._keep_in_fp32_modules" in text
+    assert "get_keys_to_not_convert(model)" in source(base.HfQuantizer.get_modules_to_not_convert)
+    assert arguments(quantizers_utils.should_convert_module) == ["full_name", "patterns"]
+
+
 def test_loader_names_sources_as_source_map_does():
     """source_map.py repeats these lines: order, two tries at a name, one converter a target, dtype of sources."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -333,6 +343,7 @@ def test_arguments_of_flash_attention():
 
 
 # Transformers: the trainer (trainer/); its overrides are in test_trainer_contract.py
+
 
 def test_trainer_decides_by_these_attributes():
     from transformers import Trainer
