@@ -8,6 +8,7 @@
 #               in parts, then merged: see .venv/bin/python -m tests.families --help
 # make peers  TRL's own trainer tests with our classes: PEERS=folder of a checkout (fetched, not copied here)
 # make fuzz   5,000 bad inputs from a seed, on two ranks and in one process (make test: 160)
+# make chaos  100 runs killed, 100 signalled, 100 started twice, at random moments: CHAOS="--each 10 --seed 3"
 # make matrix the five published layouts on 16 and 8 CPU processes, 100 steps each (make test: 20)
 #
 # Each target makes .venv and installs into it when needed; an existing .venv is used as it is.
@@ -27,7 +28,7 @@ LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu_ep2.yaml
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install lint quick test demo demo-vl matrix families fuzz peers clean
+.PHONY: help install lint quick test demo demo-vl matrix families fuzz chaos peers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -80,6 +81,9 @@ matrix: $(STAMP)
 
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz
+
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos $(CHAOS)
 
 families: $(STAMP)
 	$(BIN)/python -m tests.families --markdown docs/models.md

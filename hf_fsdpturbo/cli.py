@@ -30,6 +30,7 @@ COMMANDS = {
     "convert": Command("hf_fsdpturbo.commands.convert_door", (), "a LlamaFactory YAML as a recipe and a launch file"),
     "report": Command("hf_fsdpturbo.commands.report_door", (), "draw the expert load of a run again"),
     "export": Command("hf_fsdpturbo.commands.export_door", (), "write a checkpoint in Hugging Face format"),
+    "merge": Command("hf_fsdpturbo.commands.merge_door", (), "merge a LoRA adapter into its base, without a GPU"),
 }
 PROG = "hf-fsdpturbo"
 

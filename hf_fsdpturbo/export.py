@@ -17,10 +17,11 @@ from hf_fsdpturbo.bounded import cut
 from hf_fsdpturbo.checkpoint import commit, dcp, facts, hub, intact, unused
 from hf_fsdpturbo.checkpoint.dcp_read import SavedDirectory
 from hf_fsdpturbo.checkpoint.inside import check_checkpoint_links
+from hf_fsdpturbo.lora.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, from_shards
 
 _OURS = re.compile(
     r"dcp|optimizer\.json|topology\.json|COMPLETE\.json|scheduler\.pt|scaler\.pt|rng_state.*\.pth|trainer_state\.json"
-    r"|training_args\.bin|(model.*|unused)\.safetensors(\.index\.json)?"
+    r"|training_args\.bin|(model.*|unused|adapter_model)\.safetensors(\.index\.json)?"
 )
 
 
@@ -102,18 +103,11 @@ def export_checkpoint(checkpoint: str, out: str, max_file_bytes: int, trust_remo
     Raises:
         ValueError: not a finished checkpoint, no shards in it, ``out`` not empty, or a class that is not known.
     """
-    if not commit.is_finished(checkpoint):
-        found = f"has no {commit.COMPLETE}" if os.path.isdir(checkpoint) else "is no directory"
-        raise ValueError(f"CHECKPOINT {checkpoint} {found}. Give a finished checkpoint-N directory of hf_fsdpturbo.")
-    intact.check(checkpoint)
-    directory = os.path.join(checkpoint, dcp.DCP_DIR)
-    if os.path.exists(os.path.join(checkpoint, "adapter_config.json")):
-        raise ValueError(f"{checkpoint} is of a PEFT model: its adapter files are there already, load them with PEFT.")
-    if not os.path.isdir(directory) or facts.read(checkpoint).get("weights") == "hub":
-        raise ValueError(f"{checkpoint} holds its weights in Hub files already: load it as it is.")
+    directory = _shards_of(checkpoint)
+    if is_of_adapter(checkpoint):
+        raise ValueError(f"CHECKPOINT {checkpoint} is of an adapter, whose weights are no model's.")
     if os.path.isdir(out) and os.listdir(out):
         raise ValueError(f"{out} is not empty. Choose a new directory.")
-    check_checkpoint_links(checkpoint)
     model = skeleton(checkpoint, trust_remote_code)
     unused.adopt(model, checkpoint)
     opened = SavedDirectory(directory)
@@ -121,9 +115,56 @@ def export_checkpoint(checkpoint: str, out: str, max_file_bytes: int, trust_remo
     wanted = hub.saved_tensors(model)
     dcp.check_fit(directory, {name: saved[name] for name in wanted if name in saved}, wanted, same_dtype=False)
     tensors = {name: torch.empty(saved[name].size, dtype=saved[name].dtype, device="meta") for name in wanted}
+    _copy_beside(checkpoint, out)
+    return hub.export_tensors(model, DcpTensors(opened, tensors), out, max_file_bytes)
+
+
+def is_of_adapter(checkpoint: str) -> bool:
+    """Whether a checkpoint is of a PEFT model."""
+    return os.path.isfile(os.path.join(checkpoint, ADAPTER_CONFIG))
+
+
+def export_adapter(checkpoint: str, out: str) -> list[str]:
+    """Write plain PEFT's files from the shards of a LoRA run's ``checkpoint-N``; names of the weight files.
+
+    The shards are what a resume reads, with checksums; the adapter file beside them is not read.
+
+    Raises:
+        ValueError: not a finished checkpoint, or no shards in it.
+    """
+    from safetensors.torch import save_file
+
+    opened = SavedDirectory(_shards_of(checkpoint))
+    saved = dcp.saved_tensors(opened, "model.")
+    tensors = {name: torch.empty(entry.size, dtype=entry.dtype) for name, entry in saved.items()}
+    opened.read_into({f"model.{name}": tensor for name, tensor in tensors.items()})
+    _copy_beside(checkpoint, out)
+    save_file(from_shards(tensors), os.path.join(out, ADAPTER_FILE), metadata={"format": "pt"})
+    return [ADAPTER_FILE]
+
+
+def _shards_of(checkpoint: str) -> str:
+    """The DCP directory of a finished checkpoint.
+
+    Raises:
+        ValueError: not a finished checkpoint, or its weights are in other files.
+    """
+    if not commit.is_finished(checkpoint):
+        found = f"has no {commit.COMPLETE}" if os.path.isdir(checkpoint) else "is no directory"
+        raise ValueError(f"CHECKPOINT {checkpoint} {found}. Give a finished checkpoint-N directory of hf_fsdpturbo.")
+    intact.check(checkpoint)
+    directory = os.path.join(checkpoint, dcp.DCP_DIR)
+    if not os.path.isdir(directory) or facts.read(checkpoint).get("weights") == "hub":
+        kind = "its adapter" if is_of_adapter(checkpoint) else "its weights"
+        raise ValueError(f"CHECKPOINT {checkpoint} holds {kind} in plain files already: load (or merge) it as it is.")
+    check_checkpoint_links(checkpoint)
+    return directory
+
+
+def _copy_beside(checkpoint: str, out: str) -> None:
+    """What of a checkpoint is not ours and no weights: config, tokenizer, adapter config."""
     os.makedirs(out, exist_ok=True)
     for entry in sorted(os.listdir(checkpoint)):
         source = os.path.join(checkpoint, entry)
         if not _OURS.fullmatch(entry):
             shutil.copytree(source, os.path.join(out, entry)) if os.path.isdir(source) else shutil.copy(source, out)
-    return hub.export_tensors(model, DcpTensors(opened, tensors), out, max_file_bytes)

@@ -22,3 +22,9 @@ def root() -> Path:
 def launch_files() -> dict[str, Path]:
     """The accelerate YAMLs by name (``cuda_ep8``), in order of name."""
     return {path.stem: path for path in sorted((root() / LAUNCH_FILES).glob("*.yaml"))}
+
+
+def model_recipes() -> dict[str, Path]:
+    """The ready recipes of released models by name (``qwen3-30b-a3b/sft_8x80``), in order of name."""
+    folder = root() / RECIPES / "models"
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.glob("*/*.yaml"))}

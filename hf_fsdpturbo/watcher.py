@@ -6,24 +6,27 @@ another name, or its main thread has sat in a collective since we wait, which ca
 is named with the ranks that made it and those that did not; ranks that wait here raise, ranks that sit in a collective
 are ended by their watcher, a daemon thread.
 
+A rank that leaves training with an error of its own says so too: the others raise or are ended with its message.
+
 All of it goes through the default store of torch.distributed, on a connection of its own. Nothing is done in a step: a
 watcher asks the store once in ``POLL`` seconds whether anybody waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from hf_fsdpturbo.ranks import rank, world_size
+from hf_fsdpturbo.stacks import main_frames, waits_in
 
 POLL = 2.0
 SITS = 20.0
@@ -32,15 +35,8 @@ GONE = 45.0
 """Seconds without a heartbeat. Some calls hold Python's lock for long, such as writing a large safetensors file."""
 GOODBYE = 10.0
 """Seconds that a rank which raises leaves the others to end: it may be the one that serves the store."""
-
-# Where a main thread is that waits for other ranks: gloo waits in the call, other backends wherever the host next
-# needs a value from the device.
-_COLLECTIVE = ("torch/distributed/", "torch/autograd/graph.py")
-_DEVICE = ("torch/", "transformers/", "accelerate/", "trl/")
-_WORK = ("torch/serialization.py", "torch/utils/data/", "torch/distributed/checkpoint/filesystem.py")
-
-_PACKAGES = re.compile("/(?:site|dist)-packages/")
-_LIBRARY = os.path.dirname(os.__file__)
+TOGETHER = 2.0
+"""Seconds between ranks that leave with one error, which all of them have."""
 
 _watcher: Watcher | None = None
 
@@ -80,7 +76,7 @@ class Watcher:
         self.store = dist.PrefixStore("hf_fsdpturbo", store.clone())  # for the main thread
         self.answers = dist.PrefixStore("hf_fsdpturbo", store.clone())  # for the watcher's
         self.each_poll: list[Callable[[Any], None]] = []
-        self.calls = 0
+        self.calls = self.runs = 0
         self.beats = 0
         self.place: tuple[Any, float] = (None, time.monotonic())
         threading.Thread(target=self._watch, name="hf_fsdpturbo watcher", daemon=True).start()
@@ -136,17 +132,37 @@ class Watcher:
         time.sleep(min(GOODBYE, 2.5 * POLL))
         raise ValueError(message)
 
-    def give_up(self, message: str) -> None:
-        """This rank raises: ranks that sit in a collective meanwhile end and print the message.
+    @contextlib.contextmanager
+    def leaving_together(self) -> Iterator[None]:
+        """Round what all ranks do together: an error of some of them only ends the others too, within a minute."""
+        self.runs += 1
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(RuntimeError, dist.DistError):  # the store is gone: so is its rank
+                self._left(f"left/{self.runs}", f"rank {rank()} left training with {type(error).__name__}: {error}")
+            raise
 
-        Returns once they have had their time, or all ranks have given up.
-        """
+    def _left(self, key: str, message: str) -> None:
+        """Return when no rank needs the store any more, which this process may serve, or after a while."""
+        self.store.add(key, 1)
+        if self.store.check(["verdict"]):
+            return  # what the others hear already is why this rank leaves
+        if self._until(lambda: self.store.add(key, 0) >= world_size(), TOGETHER):
+            return
+        print(f"[hf_fsdpturbo] {message}", file=sys.stderr, flush=True)
         self.store.set("verdict", message)
         self.store.add("asking", 1)
-        self.store.add("gave up", 1)
-        deadline = time.monotonic() + SITS + 3 * POLL + GOODBYE
-        while time.monotonic() < deadline and self.store.add("gave up", 0) < world_size():
-            time.sleep(POLL / 4)
+        self._until(lambda: self.store.add(key, 0) + self.store.add("ended", 0) >= world_size(), SITS + 5 * POLL)
+        if self.store.add(key, 0) >= world_size():  # all have raised, and may go on
+            self.store.delete_key("verdict")
+            self.store.add("asking", -1)
+
+    def _until(self, reached: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not (there := reached()) and time.monotonic() < end:
+            time.sleep(0.02)
+        return there
 
     # The thread
 
@@ -171,27 +187,16 @@ class Watcher:
         if self.answers.check(["verdict"]) and sits is not None:
             message = self.answers.get("verdict").decode()
             print(f"[hf_fsdpturbo] rank {rank()} is ended: {message}", file=sys.stderr, flush=True)
+            self.answers.add("ended", 1)
             os._exit(1)
 
     def _sits(self) -> str | None:
         """Where the main thread has stood in a collective for ``SITS`` seconds, in words, else None."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        frames = []
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
+        frames = main_frames()
         here = tuple((id(each), each.f_lasti) for each in frames)
         if here != self.place[0]:
             self.place = (here, time.monotonic())
-        waited = time.monotonic() - self.place[1]
-        files = [_inside_packages(each.f_code.co_filename) for each in frames]
-        inner = next((file for file in files if file), "")
-        places = _COLLECTIVE if dist.get_backend() == "gloo" else _DEVICE
-        if waited < SITS or not inner.startswith(places) or inner.startswith(_WORK):
-            return None
-        callers = [each for each, file in zip(frames, files, strict=True) if file and not file.startswith("torch/")]
-        at = f", called by {callers[0].f_code.co_name} ({_short(callers[0])})" if callers else ""
-        return f"{frames[files.index(inner)].f_code.co_name}{at}"
+        return waits_in(frames) if time.monotonic() - self.place[1] >= SITS else None
 
 
 class _Others:
@@ -236,15 +241,3 @@ class _Others:
 
 def _ranks(found: list[int]) -> str:
     return f"rank {', '.join(map(str, found))}"
-
-
-def _inside_packages(file: str) -> str:
-    """``torch/nn/modules/module.py``; the file itself for a user's; empty for Python's own library."""
-    *_, rest = _PACKAGES.split(file.replace(os.sep, "/"))
-    if rest != file.replace(os.sep, "/"):
-        return rest
-    return "" if file.startswith((_LIBRARY, "<")) else file
-
-
-def _short(frame: Any) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -28,6 +28,7 @@ from hf_fsdpturbo.arguments.params import (
     check_type,
     unknown_params,
 )
+from hf_fsdpturbo.arguments.real_numbers import check_real
 from hf_fsdpturbo.bounded import cut
 from hf_fsdpturbo.launch_config import ENV_PREFIX, YAML_PREFIX, LaunchConfig, environment_fields, read_launch_config
 from hf_fsdpturbo.topology import at_most, positive
@@ -47,8 +48,10 @@ INTEGERS = (
     "mp_shard_size",
     "ranks_per_node",
     "dist_timeout",
+    "hang_timeout",
 )
-BOOLEANS = ("drop_unused_tensors", "verify_checkpoint", "fsdpturbo_metrics")
+BOOLEANS = ("drop_unused_tensors", "verify_checkpoint", "fsdpturbo_metrics", "freeze_routers")
+REALS = ("router_bias_update_rate", "router_lr_scale")
 # Public fields with their defaults in force; FSDPTurboArguments' fields have equal ones (tested), marked as unset.
 PUBLIC_DEFAULTS: dict[str, Any] = {
     "dist_config": None,
@@ -61,6 +64,7 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "mp_shard_size": None,
     "ranks_per_node": None,
     "dist_timeout": None,
+    "hang_timeout": None,
     "kernel_config": None,
     "init_config": {"name": "init_on_meta"},
     "drop_unused_tensors": False,
@@ -72,6 +76,9 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "on_nonfinite": "warn",
     "verify_checkpoint": True,
     "fsdpturbo_metrics": None,
+    "router_bias_update_rate": None,
+    "router_lr_scale": 1.0,
+    "freeze_routers": False,
 }
 _INTEGER = re.compile(r"[-+]?[0-9]{1,30}")
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -101,6 +108,7 @@ NEEDS_PROCESSES = (
     "dist_config.fsdp_implementation",
     "dist_config.ep_backend",
     "dist_timeout",
+    "hang_timeout",
     "init_config",
     "check_loading",
 )
@@ -224,6 +232,9 @@ def _flatten_checked(values: dict[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(
             f"cp_mode must be 'ulysses', the only mode there is, but it is {cut(mode)}. Leave cp_mode out."
         )
+    for name in REALS:
+        if name in values:
+            values[name] = check_real(name, values[name])
     for name in CHOICES:
         if name in values:
             values[name] = _check_choice(name, values[name])

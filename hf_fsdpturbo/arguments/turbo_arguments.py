@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from hf_fsdpturbo import launch_config
-from hf_fsdpturbo.arguments.defaults import UnsetDict, UnsetInt, UnsetStr, is_given
+from hf_fsdpturbo.arguments.defaults import UnsetDict, UnsetFloat, UnsetInt, UnsetStr, is_given
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, InitParams, KernelParams
 from hf_fsdpturbo.arguments.resolved import Resolved, resolved_from
+from hf_fsdpturbo.arguments.router_fields import RouterFields
 from hf_fsdpturbo.arguments.sources import (
     PUBLIC_DEFAULTS,
     SHORTHAND,
@@ -19,6 +20,7 @@ from hf_fsdpturbo.arguments.sources import (
     resolve_settings,
 )
 from hf_fsdpturbo.arguments.unsupported import refuse_unsupported, settle_after_setup
+from hf_fsdpturbo.arguments.watch_fields import WatchFields
 from hf_fsdpturbo.compat import check_floors, require
 from hf_fsdpturbo.topology import Topology, at_most
 
@@ -35,7 +37,7 @@ def _warn_once(topic: str, message: str) -> None:
 
 
 @dataclass
-class FSDPTurboArguments:
+class FSDPTurboArguments(RouterFields, WatchFields):
     """Fields for expert parallelism; mix in before ``TrainingArguments``, ``SFTConfig``, ``DPOConfig`` and so on.
 
     After construction every field holds the value in force, ``dist_config`` the complete mapping (plain JSON types).
@@ -111,10 +113,6 @@ class FSDPTurboArguments:
     verify_checkpoint: bool = field(
         default=cast(bool, UnsetInt(1)), metadata={"help": "Compare what is read of checkpoint-N with its checksums."}
     )
-    fsdpturbo_metrics: bool | None = field(
-        default=None,
-        metadata={"help": "Log speed, memory and expert load (docs/telemetry.md); left out: in sharded runs."},
-    )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings
         use_cpu: bool = field(default=False, init=False)
@@ -171,9 +169,10 @@ class FSDPTurboArguments:
         self.ep_size, self.ep_dispatcher = resolved.params.ep_size, resolved.params.ep_dispatcher
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``TrainingArguments`` does it, in plain types: YAML writers refuse subclasses of int."""
+        """As ``TrainingArguments`` does it, in plain types: YAML writers refuse subclasses of int and float."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        return {name: int(value) if isinstance(value, UnsetInt) else value for name, value in values.items()}
+        plain = {UnsetInt: int, UnsetFloat: float}
+        return {name: plain.get(type(value), lambda as_it_is: as_it_is)(value) for name, value in values.items()}
 
     def _set_timeout(self) -> None:
         """``ddp_timeout`` is the one in force; what ``dist_timeout`` sets there is ours, and a copy may change it."""

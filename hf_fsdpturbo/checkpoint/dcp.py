@@ -19,6 +19,7 @@ from hf_fsdpturbo.checkpoint import unused
 from hf_fsdpturbo.checkpoint.commit import read_json, write_json
 from hf_fsdpturbo.checkpoint.dcp_index import SavedTensor
 from hf_fsdpturbo.checkpoint.dcp_read import SavedDirectory
+from hf_fsdpturbo.checkpoint.fresh_state import make_state
 from hf_fsdpturbo.ranks import together
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 
@@ -170,7 +171,8 @@ def load_optimizer(
         restore_groups(facts, model, optimizer, facts_path)
         saved = saved_tensors(opened, "optim.")
     reshard(model)
-    get_optimizer_state_dict(model, optimizer)  # makes state tensors of the right placement; their values are replaced
+    if not make_state(optimizer):
+        get_optimizer_state_dict(model, optimizer)  # makes state tensors of the right placement, all at once
     with together(f"checking {opened.directory}"):
         wanted = _keep_saved(model, optimizer, saved, facts)
         check_fit(opened.directory, saved, wanted)

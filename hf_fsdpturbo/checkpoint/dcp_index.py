@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from hf_fsdpturbo.checkpoint import plain_pickle
 from hf_fsdpturbo.checkpoint.checksums import checksum
+from hf_fsdpturbo.checkpoint.inside import is_plain_name
 from hf_fsdpturbo.checkpoint.plain_pickle import shown
-from hf_fsdpturbo.checkpoint.shard_file import Chunk, is_plain_name
+from hf_fsdpturbo.checkpoint.shard_file import Chunk
 from hf_fsdpturbo.checkpoint.tiling import check_tiles
 from hf_fsdpturbo.shards import Box
 

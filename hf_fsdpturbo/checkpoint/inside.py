@@ -6,11 +6,17 @@ A snapshot in the Hub's cache is made of links into ``blobs`` beside it: these a
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from hf_fsdpturbo.bounded import cut
 
 READ = (".json", ".safetensors", ".bin", ".pt", ".pth", ".distcp", ".metadata", ".jinja", ".model", ".txt")
 """Endings of files that loading, resuming and exporting read; links of other names are nobody's business."""
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether an index may name this as a file: one that lies beside it."""
+    return isinstance(name, str) and name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\")
 
 
 def path_inside(folder: str, name: str, named_by: str) -> str:
@@ -24,8 +30,7 @@ def path_inside(folder: str, name: str, named_by: str) -> str:
     Raises:
         ValueError: not a plain name inside the folder, or a link that leads out of it.
     """
-    parts = name.replace("\\", "/").split("/")
-    if not name or os.path.isabs(name) or os.pardir in parts or "" in parts or "\0" in name or not name.isprintable():
+    if not all(map(is_plain_name, name.replace("\\", "/").split("/"))):
         raise ValueError(
             f"{named_by} names the file {cut(name)}, but only plain names inside its folder are read. Copy the "
             "checkpoint again, from where you trust it."

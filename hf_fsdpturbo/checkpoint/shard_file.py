@@ -236,8 +236,3 @@ def _chunk(entry: Any) -> Chunk:
     key, dtype, size, offset, shape, start, length, proof = entry
     part = Part(str(key), str(dtype), tuple(size), Box(tuple(offset), tuple(shape)))
     return Chunk(part, int(start), int(length), str(proof))
-
-
-def is_plain_name(name: Any) -> bool:
-    """Whether an index may name this as a file: one that lies beside it."""
-    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name

@@ -1,4 +1,4 @@
-"""``hf-fsdpturbo configs [NAME] [--out PATH]``: the shipped accelerate YAMLs, listed, printed or copied."""
+"""``hf-fsdpturbo configs [NAME] [--out PATH]``: the shipped YAMLs (launches, recipes), listed, printed or copied."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from pathlib import Path
 
 from hf_fsdpturbo.commands.one_line import OneLineParser, refuse
 from hf_fsdpturbo.launch_config.early_check import read_early
-from hf_fsdpturbo.shipped import LAUNCH_FILES, PAGES, RECIPES, launch_files, root
+from hf_fsdpturbo.shipped import LAUNCH_FILES, PAGES, RECIPES, launch_files, model_recipes, root
 
 PROG = "hf-fsdpturbo configs"
 
 
 def main(argv: Sequence[str]) -> int:
-    """List all; print ``NAME``; copy it (or all) to ``--out``."""
-    parser = OneLineParser(PROG, "The launch files that come with the package: list, print, copy.")
+    """List all; print ``NAME``; copy it (or all launch files) to ``--out``."""
+    parser = OneLineParser(PROG, "The launch files and recipes that come with the package: list, print, copy.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="print this one (default: list all)")
-    parser.add_argument("--out", type=Path, metavar="PATH", help="copy to this file or folder (all without NAME)")
+    parser.add_argument("--out", type=Path, metavar="PATH", help="copy to this file or folder")
     options = parser.parse_args(list(argv))
-    shipped = launch_files()
-    if options.name is not None and options.name not in shipped:
-        refuse(PROG, f"argument NAME: {options.name!r} is not shipped; there are {', '.join(shipped)}")
-    chosen = shipped if options.name is None else {options.name: shipped[options.name]}
+    shipped, recipes = launch_files(), model_recipes()
+    both = shipped | recipes
+    if options.name is not None and options.name not in both:
+        models = ", ".join(sorted({f"{name.partition('/')[0]}/..." for name in recipes}))
+        refuse(PROG, f"argument NAME: {options.name!r} is not shipped; there are {', '.join(shipped)}, {models}")
+    chosen = shipped if options.name is None else {options.name: both[options.name]}
     if options.out is not None:
         try:
             copied = copy(chosen, options.out, to_folder=options.name is None)
@@ -32,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
         print(chosen[options.name].read_text(encoding="utf-8"), end="")
     else:
         print(listing(shipped))
+        print("\n".join(recipe_lines(recipes)))
     return 0
 
 
@@ -45,6 +48,16 @@ def listing(shipped: dict[str, Path]) -> str:
     lines += ["", "Use one: hf-fsdpturbo sft --accelerate_config NAME ...; change one: configs NAME --out my.yaml"]
     lines += [f"{folder}: {root() / folder}" for folder in (LAUNCH_FILES, RECIPES, PAGES)]
     return "\n".join(lines)
+
+
+def recipe_lines(recipes: dict[str, Path]) -> list[str]:
+    """One line a model: the names of its recipes."""
+    models = dict.fromkeys(name.partition("/")[0] for name in recipes)
+    lines = ["", "Recipes (hf-fsdpturbo sft | dpo --config MODEL/RECIPE; RECIPE is KIND_DEVICESxGIB):"]
+    for model in models:
+        own = [name.partition("/")[2] for name in recipes if name.startswith(f"{model}/")]
+        lines.append(f"{model}/  {' '.join(own)}")
+    return lines
 
 
 def copy(chosen: dict[str, Path], out: Path, to_folder: bool) -> list[Path]:

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from hf_fsdpturbo.commands.one_line import OneLineParser, refuse
@@ -19,14 +20,14 @@ def main(argv: Sequence[str]) -> int:
     parser = OneLineParser(PROG, "A Hub checkpoint from a sharded one, on one machine, without a GPU.")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a finished checkpoint-N directory")
     parser.add_argument("out", metavar="OUT", help="new directory for the Hub checkpoint")
-    parser.add_argument("--max-file-size", type=_size, default="5GB", help="size at which a new file begins (5GB)")
+    parser.add_argument("--max-file-size", type=size_in_bytes, default="5GB", help="size of a weight file (5GB)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run model code that lies in the checkpoint")
+    parser.add_argument("--merge", action="store_true", help="of a LoRA run: the merged model, not the adapter")
+    parser.add_argument("--base", metavar="MODEL", help="base to merge into (default: what the adapter names)")
     options = parser.parse_args(list(argv))
     try:
         _check_folders(options.checkpoint, options.out)
-        from hf_fsdpturbo.export import export_checkpoint  # late: it brings torch and transformers
-
-        names = export_checkpoint(options.checkpoint, options.out, options.max_file_size, options.trust_remote_code)
+        names = _export(options)
     except ValueError as error:
         refuse(PROG, error)
     except OSError as error:
@@ -36,16 +37,51 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _export(options: argparse.Namespace) -> list[str]:
+    of_adapter = os.path.isfile(os.path.join(options.checkpoint, "adapter_config.json"))
+    if options.base is not None and not options.merge:
+        raise ValueError("--base is for --merge. Give --merge as well, or leave it out.")
+    if options.merge and not of_adapter:
+        raise ValueError(f"--merge: {options.checkpoint} has no adapter to merge. Leave it out.")
+    from hf_fsdpturbo.export import export_adapter, export_checkpoint  # late: it brings torch and transformers
+
+    if not of_adapter:
+        return export_checkpoint(options.checkpoint, options.out, options.max_file_size, options.trust_remote_code)
+    if not options.merge:
+        return export_adapter(options.checkpoint, options.out)
+    from hf_fsdpturbo.merge.adapter_config import find_base, read_adapter
+    from hf_fsdpturbo.merge.merged_files import merge
+
+    with tempfile.TemporaryDirectory() as folder:  # an adapter is small
+        export_adapter(options.checkpoint, folder)
+        adapter = read_adapter(folder)
+        return merge(adapter, find_base(adapter, options.base), options.out, options.max_file_size)
+
+
 def _check_folders(checkpoint: str, out: str) -> None:
     if not os.path.isdir(checkpoint):
         raise ValueError(f"CHECKPOINT {checkpoint} is no directory. Give a finished checkpoint-N directory.")
+    check_out(out, "OUT")
+
+
+def check_out(out: str, argument: str) -> None:
+    """A directory that is new or empty.
+
+    Raises:
+        ValueError: it is not; begins with ``argument``.
+    """
     if os.path.exists(out) and not os.path.isdir(out):
-        raise ValueError(f"OUT {out} is a file. Choose a new directory.")
+        raise ValueError(f"{argument} {out} is a file. Choose a new directory.")
     if os.path.isdir(out) and os.listdir(out):
-        raise ValueError(f"OUT {out} is not empty. Choose a new directory.")
+        raise ValueError(f"{argument} {out} is not empty. Choose a new directory.")
 
 
-def _size(text: str) -> int:
+def size_in_bytes(text: str) -> int:
+    """``5GB``, ``500MB`` or a number of bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: none of these.
+    """
     match = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", text.strip().upper())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MB or a number of bytes")

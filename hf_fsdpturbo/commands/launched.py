@@ -14,10 +14,18 @@ from collections.abc import Sequence
 from hf_fsdpturbo.arguments.yaml_fields import check_yaml_fields
 from hf_fsdpturbo.commands.launch_options import accelerate_words, make_parser
 from hf_fsdpturbo.commands.one_line import refuse
-from hf_fsdpturbo.commands.recipe_words import RECIPES, check_by_parser, check_early, read_recipe, recipe_parser
+from hf_fsdpturbo.commands.recipe_words import (
+    RECIPES,
+    check_by_parser,
+    check_early,
+    help_parsers,
+    read_recipe,
+    with_shipped_recipe,
+)
 from hf_fsdpturbo.launch_config.early_check import LaunchFile, read_early
-from hf_fsdpturbo.launch_config.slurm import slurm_step
+from hf_fsdpturbo.launch_config.slurm import SlurmStep, slurm_step
 
+NODE = 8  # devices of a machine, as the shipped recipes have it
 DESCRIPTIONS = {
     "sft": "Supervised fine-tuning, as trl sft, with experts spread over devices.",
     "dpo": "Preference optimisation, as trl dpo, with experts spread over devices.",
@@ -31,8 +39,8 @@ def main(name: str, argv: Sequence[str]) -> int:
     parser = make_parser(prog, DESCRIPTIONS[name])
     if {"-h", "--help"} & set(argv):
         parser.print_help()
-        print("\narguments of the recipe:\n", flush=True)
-        recipe_parser(name).print_help()
+        ours, theirs = help_parsers(name)
+        print(f"\narguments of hf_fsdpturbo:\n{ours.format_help()}\narguments of TRL:\n{theirs.format_help()}")
         return 0
     options, words = parser.parse_known_args(list(argv))
     try:
@@ -51,6 +59,9 @@ def launch_command(name: str, options: argparse.Namespace, words: list[str]) -> 
     """
     file = _checked_file(options)
     step = None if options.nnodes else slurm_step()
+    words, devices = with_shipped_recipe(name, words)
+    if devices is not None and file is None:
+        options = with_devices(options, devices, step)
     launch = accelerate_words(options, file, step)
     recipe = read_recipe(words)
     check_early(words, recipe)
@@ -60,6 +71,22 @@ def launch_command(name: str, options: argparse.Namespace, words: list[str]) -> 
 
         read_yaml(file.path, "--accelerate_config", None)  # what accelerate itself refuses
     return [sys.executable, "-m", "accelerate.commands.launch", *launch, "--module", RECIPES[name], *words]
+
+
+def with_devices(options: argparse.Namespace, devices: int, step: SlurmStep | None) -> argparse.Namespace:
+    """The options with the processes of a shipped recipe, eight a machine, where the line names none.
+
+    Raises:
+        ValueError: the line names another number of devices, or too few machines.
+    """
+    nnodes = options.nnodes or (step.nnodes if step else 1)
+    nproc = options.nproc or min(NODE, devices)
+    if nproc * nnodes != devices:
+        raise ValueError(
+            f"--nnodes: the recipe is for {devices} devices, but --nproc {nproc} on {nnodes} machine(s) are "
+            f"{nproc * nnodes}. Give --nnodes and --nproc for {devices}, or copy the recipe and change it."
+        )
+    return argparse.Namespace(**{**vars(options), "nproc": nproc})
 
 
 def _checked_file(options: argparse.Namespace) -> LaunchFile | None:

@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 
 from hf_fsdpturbo.bounded import parse_yaml, read_text
 from hf_fsdpturbo.commands.data_file import FORMATS
+from hf_fsdpturbo.commands.known_names import unknown_names
 from hf_fsdpturbo.launch_config import YAML_PREFIX
+from hf_fsdpturbo.shipped import model_recipes
 
 RECIPES = {
     "sft": "hf_fsdpturbo.commands.sft",
@@ -18,6 +20,28 @@ RECIPES = {
     "reward": "hf_fsdpturbo.commands.reward",
 }
 MODEL, DATA = "model_name_or_path", "dataset_name"
+
+
+def with_shipped_recipe(name: str, words: Sequence[str]) -> tuple[list[str], int | None]:
+    """The words with the path of a shipped recipe for ``--config NAME``, and its number of devices; else None.
+
+    Args:
+        name: of the command.
+        words: of the recipe.
+
+    Raises:
+        ValueError: it is another command's recipe.
+    """
+    given = _value(words, "config")
+    path = None if given is None or Path(given).is_file() else model_recipes().get(given)
+    if given is None or path is None:
+        return list(words), None
+    kind, _, devices = path.stem.partition("_")
+    command = "dpo" if kind == "dpo" else "sft"
+    if command != name:
+        raise ValueError(f"--config: {given} is a recipe of {command}. Use hf-fsdpturbo {command}.")
+    found = [str(path) if word == given else word.replace(f"--config={given}", f"--config={path}") for word in words]
+    return found, int(devices.partition("x")[0])
 
 
 def read_recipe(words: Sequence[str]) -> dict[str, Any]:
@@ -31,7 +55,7 @@ def read_recipe(words: Sequence[str]) -> dict[str, Any]:
         return {}
     path = Path(text)
     if not path.is_file():
-        raise ValueError(f"--config: there is no file {text!r}. Correct the path.")
+        raise ValueError(f"--config: there is no file or shipped recipe {text!r}; see hf-fsdpturbo configs.")
     try:
         recipe = parse_yaml(read_text(text), text)
     except ValueError as error:
@@ -65,6 +89,10 @@ def check_by_parser(name: str, words: Sequence[str], recipe: dict[str, Any]) -> 
     Raises:
         ValueError: an argument that nobody knows, or a value of the wrong type.
     """
+    written = [word[2:].partition("=")[0] for word in words if word.startswith("--") and len(word) > 2]
+    keys = [str(key) for key in recipe if key != "env"]
+    for names, where in ((keys, "the YAML of --config"), (written, "the command line")):
+        _refuse_unknown([f"--{unknown}" for unknown in unknown_names(name, names)], where)
     parser = recipe_parser(name)
     parser.error = _raise  # type: ignore[method-assign]
     given = {key: value for key, value in recipe.items() if key != "env"}
@@ -76,6 +104,21 @@ def check_by_parser(name: str, words: Sequence[str], recipe: dict[str, Any]) -> 
 def recipe_parser(name: str) -> Any:
     """The parser of a recipe."""
     return importlib.import_module(RECIPES[name]).make_parser()
+
+
+def help_parsers(name: str) -> tuple[Any, Any]:
+    """Parsers that print the help of a recipe: our fields, then TRL's classes without them."""
+    from transformers import HfArgumentParser
+    from trl import TrlParser
+
+    from hf_fsdpturbo.arguments import FSDPTurboArguments
+
+    bare: dict[str, Any] = {"add_help": False, "usage": argparse.SUPPRESS}
+    theirs = [
+        next(cls for cls in each.__mro__ if not cls.__module__.startswith("hf_fsdpturbo."))
+        for each in recipe_parser(name).dataclass_types
+    ]
+    return HfArgumentParser(FSDPTurboArguments, **bare), TrlParser(theirs, **bare)
 
 
 def _raise(message: str) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from hf_fsdpturbo.commands.train import run
-from hf_fsdpturbo.trl import FSDPTurboSFTConfig, FSDPTurboSFTTrainer, RecipeParser
+from hf_fsdpturbo.trl_configs import FSDPTurboSFTConfig, RecipeParser
 
 
 def make_parser() -> TrlParser:
@@ -15,6 +15,8 @@ def make_parser() -> TrlParser:
 
 def main() -> None:
     """Train with the command line's arguments."""
+    from hf_fsdpturbo.trl import FSDPTurboSFTTrainer  # late: TRL's trainer, which the parser does without
+
     run(make_parser, FSDPTurboSFTTrainer)
 
 

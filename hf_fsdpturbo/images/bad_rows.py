@@ -2,7 +2,7 @@
 
 Each rank looks at a share of the rows: at the file or the bytes of each picture as far as its header, which costs
 little and tells what is missing and what is no picture. A picture that breaks off later is met when it is read
-(trainer/failed_batch.py says it on every rank).
+(decoding.py names it; the watcher says it on every rank).
 """
 
 from __future__ import annotations

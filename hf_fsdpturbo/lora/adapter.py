@@ -282,3 +282,15 @@ def _draw_layer(layer: Any, adapter: str, kind: Any) -> None:
         if linear.weight.ndim == 3:
             whole = to_expert_first(factor, whole, num_experts)
         copy_full_tensor_(linear.weight, whole)
+
+
+def as_in_files(model: Any, config: Any) -> Any:
+    """``get_peft_model`` of a model on meta, with all factors as PEFT's files have them.
+
+    Raises:
+        ValueError: PEFT finds no place for the adapter in this model.
+    """
+    from peft import get_peft_model
+
+    check_target_parameters(config, model)
+    return get_peft_model(model, config, low_cpu_mem_usage=True)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from hf_fsdpturbo.checkpoint.commit import read_json
 from hf_fsdpturbo.lora.adapter import file_tensors, trained_adapter
-from hf_fsdpturbo.sharding.expert_lora import expert_factors, to_expert_first, to_peft
+from hf_fsdpturbo.sharding.expert_lora import FACTORS, expert_factors, to_expert_first, to_peft
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.shards import copy_full_tensor_
 
@@ -40,6 +40,28 @@ def gather_adapter(model: nn.Module) -> dict[str, Tensor]:
     state = cast(dict[str, Tensor], get_model_state_dict(model, options=options))
     factors = expert_factors(model)
     return {name: to_peft(factors[name], t).contiguous() if name in factors else t for name, t in state.items()}
+
+
+def from_shards(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a checkpoint's shards as PEFT's file has them: no adapter's name, experts' factors as matrices.
+
+    Args:
+        tensors: whole, by their names in the PEFT model (``base_model.model...lora_A.default.weight``).
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        parts, kind = name.split("."), None
+        for place, part in enumerate(parts):
+            if part.startswith("lora_") or part == "modules_to_save":
+                kind = part
+                del parts[place + 1]  # the adapter's name
+                break
+        if kind == "modules_to_save":
+            parts.remove(kind)
+        elif kind in FACTORS and tensor.ndim == 3:
+            tensor = to_peft(kind, tensor)
+        found[".".join(parts)] = tensor.contiguous()
+    return found
 
 
 def load_adapter(model: nn.Module, directory: str) -> None:

@@ -12,6 +12,7 @@ from hf_fsdpturbo.plan.planned_run import (
     DISPATCHERS,
     HEADS,
     LORA_TARGETS,
+    OPTIMIZERS,
     RECOMPUTES,
     STORAGES,
     TASKS,
@@ -49,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--dispatcher", choices=DISPATCHERS, default="fused", help="of the experts' rows (fused)")
     add("--head", choices=HEADS, default="on", help="fused_linear_cross_entropy (on)")
     add("--liger", action="store_true", help="fused norms (Liger, kernel_config auto on Ascend)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="dtype of AdamW's moments (adamw: as the weights)")
+    add("--offload", action="store_true", help="offload_params: weights, gradients, optimizer on the host")
     add("--lora_r", type=int, default=0, help="rank of LoRA; 0 trains all weights (0)")
     add("--lora_targets", choices=LORA_TARGETS, default="attention", help="what has adapters (attention)")
     add("--json", action="store_true", help="print JSON")
@@ -96,8 +99,8 @@ def _asked(given: argparse.Namespace) -> Asked:
     settings: dict[str, Any] = {
         name: getattr(given, name)
         for name in (
-            "sequence", "batch", "accumulation", "storage", "task", "recompute", "dispatcher", "liger", "lora_r",
-            "lora_targets",
+            "sequence", "batch", "accumulation", "storage", "task", "recompute", "dispatcher", "liger", "optimizer",
+            "offload", "lora_r", "lora_targets",
         )
     }  # fmt: skip
     settings["fused_head"] = given.head == "on"

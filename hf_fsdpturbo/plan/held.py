@@ -13,6 +13,9 @@ from hf_fsdpturbo.plan.shape import ExpertShape, ModelShape, Part, Unit
 
 LORA_BYTES = 4  # adapters are float32, as PEFT makes them
 MOMENTS = 2  # AdamW's, each in the dtype of its weight
+_BLOCKS = {"adamw_8bit": (8, 256), "adamw_4bit": (4, 128)}
+"""Optimizer -> bits of a moment's element, and elements that share a float32 scale; as torchao has them, which leaves
+a shard of fewer than 4096 elements, or that blocks do not divide, in full."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,28 @@ def holds_whole(experts: ExpertShape, run: PlannedRun) -> bool:
     """Whether FSDP has nothing to do: Note [Experts that one rank holds whole] of ``sharding/expert_fsdp.py``."""
     sizes = run.topology
     converted = run.storage == "float32" and not (experts.is_plain and not run.lora_r)
+    if run.offload:
+        return False
     return sizes.world_size == 1 or (sizes.expert_shard_size == sizes.edp_size == 1 and not converted)
+
+
+def moment_bytes(elements: int, stored: int, run: PlannedRun) -> int:
+    """Bytes of both moments of one tensor's local ``elements``, ``stored`` bytes each as weights."""
+    bits, block = _BLOCKS.get(run.optimizer, (8 * stored, 0))
+    if not block or elements < 4096 or elements % block:
+        return MOMENTS * elements * stored
+    return MOMENTS * (elements * bits // 8 + elements // block * 4)
+
+
+def optimizer_bytes(unit: Unit, run: PlannedRun) -> int:
+    """Bytes of a unit's moments on the first rank, all weights trained."""
+    shards, ways = run.topology.mp_shard_size, run.topology.ep_size * run.topology.expert_shard_size
+    parts = [(local_numel(part, shards), part.stored) for part in unit.sharded]
+    parts += [(part.numel, part.stored) for part in unit.whole]
+    for experts in unit.experts:
+        parts += [(part.numel // ways, part.stored) for part in experts.stacked]
+        parts += [(part.numel, part.stored) for part in experts.shared]
+    return sum(moment_bytes(elements, stored, run) for elements, stored in parts)
 
 
 def lora_bytes(unit: Unit, run: PlannedRun) -> int:
@@ -93,7 +117,7 @@ def held_by(unit: Unit, run: PlannedRun) -> Held:
     if run.lora_r:
         adapters = lora_bytes(unit, run)
         return Held(weights + adapters, adapters, MOMENTS * adapters, 0, reference)
-    return Held(weights, weights, MOMENTS * weights, copies, reference)
+    return Held(weights, weights, optimizer_bytes(unit, run), copies, reference)
 
 
 def keeps_copies(run: PlannedRun) -> bool:

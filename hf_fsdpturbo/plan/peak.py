@@ -57,6 +57,8 @@ class _Step:
 
     @classmethod
     def of(cls, shape: ModelShape, run: PlannedRun) -> _Step:
+        if run.offload:  # all that is held is on the host; a unit comes when it computes
+            return cls(shape, run, Held(), (Held(),) * len(shape.layers), Held(), Held())
         layers = tuple(held_by(unit, run) for unit in shape.layers)
         return cls(shape, run, held(shape, run), layers, held_by(shape.root, run), held_by(shape.head, run))
 

@@ -12,6 +12,7 @@ TASKS = ("sft", "dpo", "reward")
 RECOMPUTES = ("off", "full", "selective")
 DISPATCHERS = ("fused", "domino", "eager", "mc2")
 HEADS = ("on", "off")
+OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_4bit")
 LORA_TARGETS = ("attention", "experts", "all")
 
 
@@ -25,6 +26,8 @@ class PlannedRun:
         accumulation: micro-steps a step.
         fused_head: our LM head (``fused_linear_cross_entropy``), or TRL's.
         liger: Liger's (or another set's) rms_norm; without, a norm keeps its input in float32 as well.
+        optimizer: AdamW with moments as its weights, or in blocks of 8 or 4 bits.
+        offload: ``offload_params``: weights, gradients and optimizer are on the host.
         lora_r: rank of LoRA, 0 trains all weights.
     """
 
@@ -38,6 +41,8 @@ class PlannedRun:
     dispatcher: str = "fused"
     fused_head: bool = True
     liger: bool = False
+    optimizer: str = "adamw"
+    offload: bool = False
     lora_r: int = 0
     lora_targets: str = "attention"
 
@@ -49,10 +54,15 @@ class PlannedRun:
             ("task", self.task, TASKS),
             ("recompute", self.recompute, RECOMPUTES),
             ("dispatcher", self.dispatcher, DISPATCHERS),
+            ("optimizer", self.optimizer, OPTIMIZERS),
             ("lora_targets", self.lora_targets, LORA_TARGETS),
         ):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, but it is {value!r}. Use one of these.")
+        if self.offload and self.topology.world_size == 1:
+            raise ValueError(
+                "offload acts where FSDP shards, but devices is 1. Leave offload out, or plan more devices."
+            )
         if self.sequence % self.topology.cp_size:
             raise ValueError(
                 f"sequence ({self.sequence}) is cut into cp_size ({self.topology.cp_size}) equal parts. Choose a "

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_fsdpturbo.plan.exchanged import BETWEEN, INSIDE, even_at, sent
-from hf_fsdpturbo.plan.held import host_bytes
+from hf_fsdpturbo.plan.held import held, host_bytes
 from hf_fsdpturbo.plan.peak import GIB, KINDS, highest, moments
 from hf_fsdpturbo.plan.planned_run import Asked, PlannedRun
 from hf_fsdpturbo.plan.search import FREE, Candidate, fits
 from hf_fsdpturbo.plan.shape import ModelShape
 
 _SHOWN = 12  # layouts of a ranking
+OPTIM = {"adamw_8bit": "adamw_torch_8bit", "adamw_4bit": "adamw_torch_4bit"}
+"""Transformers' names of torchao's optimizers."""
 
 
 def layout_of(run: PlannedRun) -> dict[str, int]:
@@ -31,6 +33,8 @@ def as_dict(shape: ModelShape, run: PlannedRun, memory: float) -> dict[str, Any]
         "parameters": {"dense": shape.dense_numel, "experts": shape.expert_numel},
         "layout": layout_of(run),
         "recompute": run.recompute,
+        "optimizer": run.optimizer,
+        "offload": run.offload,
         "peak_gib": round(peak.gib(), 2),
         "peak_at": peak.name,
         "gib": {kind: round(peak.gib(kind), 2) for kind in KINDS},
@@ -66,6 +70,14 @@ def notes_of(shape: ModelShape, run: PlannedRun) -> list[str]:
         notes.append("linear attention is counted coarsely, as FLA keeps it; PyTorch's rule keeps 2 to 3 times that")
     if any(name.endswith(".sinks") for name, _ in shape.model.named_parameters()):  # sdpa has none
         notes.append("attention is counted as flash: eager attention keeps length x heads numbers a token besides")
+    if run.optimizer != "adamw" and run.topology.world_size > 1:
+        notes.append(f"optim {OPTIM[run.optimizer]} is refused in sharded runs by this release: a look ahead")
+    if run.offload:
+        kept = held(shape, run)
+        notes.append(
+            f"offload: {(kept.always + kept.gradients) / GIB:.1f} GiB a rank lie on the host, where the optimizer "
+            "steps too; what goes over PCIe is not counted"
+        )
     if run.task == "dpo":
         notes.append("DPO's whole logits are counted as three of them; not measured")
     return notes
@@ -83,7 +95,8 @@ def in_words(shape: ModelShape, run: PlannedRun, memory: float) -> list[str]:
         f"{shape.dense_numel / 1e9:.2f} B dense), {len(shape.layers)} layers, {shape.num_experts} experts",
         ", ".join(f"{name}={size}" for name, size in sizes.items()),
         f"{run.task}, {run.batch} x {run.sequence} tokens, weights in {run.storage}, recompute {run.recompute}, "
-        f"dispatcher {run.dispatcher}{f', LoRA r={run.lora_r} on {run.lora_targets}' if run.lora_r else ''}",
+        f"dispatcher {run.dispatcher}, {run.optimizer}{', offloaded' if run.offload else ''}"
+        f"{f', LoRA r={run.lora_r} on {run.lora_targets}' if run.lora_r else ''}",
         "",
         f"GiB a rank at the highest moment ({peak.name}):",
         *(f"  {kind:18}{peak.gib(kind):8.2f}" for kind in KINDS if peak.kinds[kind]),
@@ -131,6 +144,8 @@ def ranking(found: Sequence[Candidate], memory: float) -> list[str]:
 def nothing_fits(shape: ModelShape, asked: Asked) -> list[str]:
     """What to try where no layout fits."""
     tries = ["more devices", "a smaller --batch or --sequence", "--lora_r 16"]
+    if not asked.settings.get("offload"):
+        tries.append("--offload")
     if asked.settings["storage"] == "float32":
         tries.insert(0, "--storage bfloat16")
     if asked.sizes["cp_size"] == 1:
@@ -148,6 +163,8 @@ def yaml_of(shape: ModelShape, run: PlannedRun) -> str:
         arguments.append(f"--gradient_accumulation_steps {run.accumulation}")
     if run.recompute != "off":
         arguments.append("--activation_checkpointing true")
+    if run.optimizer != "adamw":
+        arguments.append(f"--optim {OPTIM[run.optimizer]}")
     peak = highest(shape, run)
     fields: list[tuple[str, Any]] = [
         ("cp_size", sizes.cp_size if sizes.cp_size > 1 else None),
@@ -173,5 +190,6 @@ def yaml_of(shape: ModelShape, run: PlannedRun) -> str:
             "  fsdp_turbo_dist_config:",
             f"    param_storage_dtype: {run.storage}",
             f"    efsdp_size: {sizes.efsdp_size}",
+            *(["    offload_params: true"] if run.offload else []),
         ]
     )

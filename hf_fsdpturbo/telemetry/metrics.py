@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from hf_fsdpturbo.telemetry.flops import model_flops, peak_of
 from hf_fsdpturbo.telemetry.gathered import gather_window
 from hf_fsdpturbo.telemetry.load_picture import draw_load
 from hf_fsdpturbo.telemetry.load_record import LoadRecord, read_load
+from hf_fsdpturbo.telemetry.own_time import SLOW, OwnTime, slowest
 from hf_fsdpturbo.telemetry.real_tokens import RealTokens
 from hf_fsdpturbo.telemetry.router_entropy import SCALE, RouterEntropy
 
@@ -49,6 +50,8 @@ class Telemetry(TrainerCallback):
         self.trainer = trainer
         self.is_on = world_size() > 1 if wanted is None else wanted
         self.clock = Clock()
+        self.own = OwnTime(computes_on_host=False)
+        self._named: int | None = None  # the slowest rank that a line was printed about
         self.record: LoadRecord | None = None  # rank 0's, of a model with experts
         self._handles: list[Any] = []
         self._written = 0.0
@@ -57,7 +60,7 @@ class Telemetry(TrainerCallback):
 
     def batches(self, source: Iterator[Any]) -> Iterator[Any]:
         """The batches of a step, timed."""
-        return self.clock.batches(source) if self._handles else source
+        return self.clock.batches(self.own.batches(source)) if self._handles else source
 
     def extend(self, logs: dict[str, float], start_time: float | None) -> dict[str, float]:
         """``logs`` with what was measured since the last line, if it is a training step's line. Collective then.
@@ -67,7 +70,13 @@ class Telemetry(TrainerCallback):
         if self._handles and start_time is not None and "loss" in logs:
             logs.update(self._window(logs["loss"]))
             self.clock.mark()
+            self.own.begins()
         return logs
+
+    @property
+    def expert_counts(self) -> ExpertCounts | None:
+        """The counter that runs now, for others who read it; None while nothing is measured."""
+        return self.counts if self._handles else None
 
     # Callbacks
 
@@ -85,6 +94,7 @@ class Telemetry(TrainerCallback):
         self.entropy = RouterEntropy(model, self.tokens, device)
         self._handles = [*self.tokens.attach(model), *self.counts.attach(), *self.entropy.attach()]
         self.clock, self._reader = Clock(), self.counts.reader()
+        self.own = OwnTime(computes_on_host=device.type == "cpu")
         self._before = torch.zeros(5, dtype=torch.int64, device=device)
         TRAFFIC.bytes, TRAFFIC.seconds, self._written = 0, 0.0, time.monotonic()
         if rank() == 0:
@@ -96,10 +106,17 @@ class Telemetry(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Exchanges of a step are counted, those of an evaluation are not."""
         TRAFFIC.is_on = bool(self._handles)
+        self.own.step_begins()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What follows until the next step's batches is this rank's own time."""
+        self.own.stepped()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """What the device has waited so far is read, where it has passed."""
         TRAFFIC.is_on = False
+        if control.should_log or control.should_evaluate or control.should_save:
+            self.own.stops()
         if self._handles:
             TRAFFIC.collect()
             self.clock.mark()
@@ -107,11 +124,13 @@ class Telemetry(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """It took no training time."""
         self.clock.was_away()
+        self.own.begins()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Beside a checkpoint, the record up to it."""
         self._write(args.output_dir)
         self.clock.was_away()
+        self.own.begins()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Rank 0 writes the record and draws it."""
@@ -132,10 +151,11 @@ class Telemetry(TrainerCallback):
         since, self._before = now - self._before, now
         seconds, waited = self.clock.window()
         peak, reserved = memory_bytes(self.trainer.args.device)
-        own = [peak, reserved, TRAFFIC.bytes, *(round(1e6 * s) for s in (seconds, waited, TRAFFIC.seconds))]
+        times = seconds, waited, TRAFFIC.seconds, self.own.take()
+        own = [peak, reserved, TRAFFIC.bytes, *(round(1e6 * time) for time in times)]
         TRAFFIC.bytes, TRAFFIC.seconds = 0, 0.0
         (counts_N, sums), by_rank = gather_window([self._reader.local(), since], own)
-        peaks, reserves, sent, all_seconds, waits, exchange_waits = zip(*by_rank, strict=True)
+        peaks, reserves, sent, all_seconds, waits, exchange_waits, owns = zip(*by_rank, strict=True)
         tokens, keys, near_keys, entropy, pairs = sums
         seconds = max(max(all_seconds), 1) / 1e6
         counts = {name: count.numpy() for name, count in self.counts.by_layer(torch.tensor(counts_N)).items()}
@@ -156,8 +176,23 @@ class Telemetry(TrainerCallback):
         if any(sent):
             found["experts/exchanged_gib"] = sum(sent) / GIB
             found["experts/exchange_wait_seconds"] = max(exchange_waits) / 1e6
+        if len(by_rank) > 1:
+            found |= self._straggler(owns, exchange_waits, seconds)
         self._keep(counts, loss, found["tokens_per_second"])
         return found
+
+    def _straggler(self, owns: Sequence[int], exchange_waits: Sequence[int], seconds: float) -> dict[str, float]:
+        """The slowest rank of a window, also in a line where others wait long for another one than before."""
+        waited = [0] * len(owns) if self.own.computes_on_host else exchange_waits
+        who, share = slowest([(own - wait) / 1e6 for own, wait in zip(owns, waited, strict=True)], seconds)
+        if share >= SLOW and who != self._named and rank() == 0:
+            self._named = who
+            print(
+                f"[hf_fsdpturbo] rank {who} is the slowest: of the last {seconds:.2f} s others wait up to "
+                f"{100 * share:.0f} % for it (docs/watching.md).",
+                flush=True,
+            )
+        return {"straggler_rank": float(who), "straggler_share": share}
 
     def _norms(self) -> dict[str, float]:
         """Norms before the clip, of the last step: Trainer has ``grad_norm``, these are its parts."""

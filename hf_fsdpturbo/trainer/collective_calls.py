@@ -24,22 +24,23 @@ TRAINER_CALLS = ("save_model", "save_merged_model", "evaluate", "predict", "push
 def install(trainer: Any) -> None:
     """For a trainer in a run of several processes, once its model is sharded."""
     for name in TRAINER_CALLS:
-        setattr(trainer, name, announced(getattr(trainer, name), name))
+        setattr(trainer, name, announced(getattr(trainer, name), name, trainer._hang.paused))
     model = trainer.model
     if hasattr(model, "generate"):
-        model.generate = announced(model.generate, "generate")
+        model.generate = announced(model.generate, "generate", trainer._hang.paused)
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = _SavePretrained(trainer, model.save_pretrained)
-    trainer.accelerator.get_state_dict = announced(whole_state_dict, "get_state_dict")
+    trainer.accelerator.get_state_dict = announced(whole_state_dict, "get_state_dict", trainer._hang.paused)
 
 
-def announced(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``function``, entered by all ranks together."""
+def announced(function: Callable[..., Any], name: str, paused: Callable[[], Any]) -> Callable[..., Any]:
+    """``function``, entered by all ranks together, while the watch for hangs is ``paused``."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        all_call(name)
-        return function(*args, **kwargs)
+        with paused():
+            all_call(name)
+            return function(*args, **kwargs)
 
     return call
 
@@ -97,5 +98,6 @@ class _SavePretrained:
                 "hub_file_bytes is the size of a file, its push_to_hub() uploads), or pass "
                 "state_dict=trainer.accelerator.get_state_dict(model), which gathers the model on rank 0."
             )
-        all_call("save_pretrained")
-        self.trainer._saving.save_model(str(save_directory))
+        with self.trainer._hang.paused():
+            all_call("save_pretrained")
+            self.trainer._saving.save_model(str(save_directory))

@@ -25,10 +25,11 @@ from hf_fsdpturbo.telemetry.metrics import Telemetry
 from hf_fsdpturbo.trainer import refusals, resumed_from, resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
 from hf_fsdpturbo.trainer.evaluation import GatheredRows
-from hf_fsdpturbo.trainer.failed_batch import said_on_every_rank
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
+from hf_fsdpturbo.trainer.hang_watch import HangWatch
 from hf_fsdpturbo.trainer.loss_scale import LossScale
 from hf_fsdpturbo.trainer.nonfinite import NonFinite
+from hf_fsdpturbo.trainer.router_training import RouterTraining
 from hf_fsdpturbo.trainer.rows import checked_batches
 from hf_fsdpturbo.trainer.set_up import SetUp
 from hf_fsdpturbo.trainer.step_norm import StepNorm
@@ -80,6 +81,7 @@ class FSDPTurboTrainerMixin:
         self._saving, self._norm = saving.Saving(self, set_up.config), StepNorm(self)
         self._finite, self._set_up = NonFinite(self, set_up.config.on_nonfinite), set_up
         self._telemetry = Telemetry(self, set_up.config.fsdpturbo_metrics)
+        self._hang, self._routers = HangWatch(set_up.config), RouterTraining(self, set_up.config)
         self._opened: Any = None  # shards of the checkpoint that is being resumed
         self.sharding_report = set_up.shard_models()
         with set_up.parent_arguments() as given:
@@ -139,10 +141,9 @@ class FSDPTurboTrainerMixin:
         return self._batches.items(items, summed, self._rows)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """A step's batches; telemetry times how long they take to come, and a failure here is said everywhere."""
+        """A step's batches; telemetry times how long they take to come."""
         timed = self._telemetry.batches(epoch_iterator)
-        with said_on_every_rank("reading a batch"):
-            return super().get_batch_samples(timed, *args, **kwargs)  # type: ignore[misc]
+        return super().get_batch_samples(timed, *args, **kwargs)  # type: ignore[misc]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
@@ -227,7 +228,8 @@ class FSDPTurboTrainerMixin:
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         save = super()._save_checkpoint  # type: ignore[misc]
-        self._saving.save_checkpoint(lambda: save(model, trial), self._get_output_dir(trial))
+        with self._hang.paused():
+            self._saving.save_checkpoint(lambda: save(model, trial), self._get_output_dir(trial))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._saving.as_plain:

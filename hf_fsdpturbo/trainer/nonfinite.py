@@ -39,6 +39,7 @@ class NonFinite(TrainerCallback):
     def __init__(self, trainer: Any, mode: str) -> None:
         self.trainer, self.mode = trainer, mode
         self.micro_batch = 0
+        self.skipped = False  # the last step was left out
         self.places: dict[str, Tensor] = {}  # int64 scalars by "loss" and the kinds of parameters
 
     def saw_loss(self, loss: Tensor) -> None:
@@ -56,7 +57,7 @@ class NonFinite(TrainerCallback):
         Raises:
             ValueError: ``stop`` and the norm is not finite; on every rank.
         """
-        self.micro_batch = 0
+        self.micro_batch, self.skipped = 0, False
         step = self.trainer.state.global_step + 1
         groups = {name: value for name, value in (self.trainer.last_group_norms or {}).items() if name != "total"}
         for name, value in (groups or {"all": norm}).items():
@@ -67,6 +68,7 @@ class NonFinite(TrainerCallback):
         if self.mode == "stop":
             raise ValueError(message)
         self._say(message)
+        self.skipped = True
         for parameter in self.trainer.model.parameters():
             parameter.grad = None  # an optimizer leaves parameters without a gradient, and their state, alone
         return norm

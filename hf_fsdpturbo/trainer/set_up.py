@@ -35,6 +35,7 @@ from hf_fsdpturbo.trainer.data_columns import refuse_columns
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.head_choice import HeadChoice
 from hf_fsdpturbo.trainer.output_place import open_output_dir
+from hf_fsdpturbo.trainer.planned_peak import PlannedPeak
 from hf_fsdpturbo.trainer.reference import (
     add_reference,
     hash_shards,
@@ -54,6 +55,7 @@ from hf_fsdpturbo.trainer.refusals import (
 )
 from hf_fsdpturbo.trainer.rows import rank0_first, refuse_pictures, refuse_rows
 from hf_fsdpturbo.trainer.sigterm import AgreedStop
+from hf_fsdpturbo.trainer.start_summary import start_lines
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +126,7 @@ class SetUp:
         self.peft_model: nn.Module | None = None
         self.is_own_reference = False
         self.report: ShardingReport | None = None
+        self.peak = PlannedPeak(trainer_class, config, self.topology)
 
     def _meshes(self) -> FSDPTurboParallelState | None:
         sizes = self.topology
@@ -268,18 +271,22 @@ class SetUp:
         reshard(trainer.model)
         optimizer = make()
         refuse_foreign_parameters(optimizer, trainer.model)
+        trainer._routers.give_rates(optimizer, was_given=isinstance(given, torch.optim.Optimizer))
         return in_one_pass(optimizer, self.config.optim_implementation, is_given=given is not None)
 
     def finish(self, trainer: Any) -> None:
         """Put in the LM head and what watches calls and steps, warm up communicators, say on rank 0 what was done."""
         config, model = self.config, trainer.model
-        head = self.head.install(trainer)
+        head, notes = self.head.install(trainer), trainer._routers.install()
         if self.report is not None and head is not None:
             self.report.notes.append(head)
+        if self.report is not None:
+            self.report.notes += notes
         if self.parallel_state is not None:
             refuse_unsharded(model, self.report is not None)
             refuse_resizing(model)
             collective_calls.install(trainer)
+            trainer.add_callback(trainer._hang)
             reshard(model)  # log-probabilities computed ahead have left the root whole
             grad_norm.warm_up(model)
             if trainer.args.enable_jit_checkpoint:
@@ -291,6 +298,7 @@ class SetUp:
             trainable = [p for p in model.parameters() if p.requires_grad]
             in_bf16 = bool(trainable) and any(p.dtype == torch.bfloat16 for p in trainable)
             lines = [describe_sources(config), self.report, aux_loss_warning(self.trainer_class, model, config)]
+            lines += [*start_lines(model, config, self.topology, self.report), self.peak.line(model, self.report)]
             if in_bf16:
                 lines.append(bf16_storage_warning(cast(Any, config).learning_rate))
             text = "\n".join(str(line) for line in lines if line)

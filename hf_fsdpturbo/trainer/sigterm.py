@@ -8,6 +8,7 @@ only once it has all answers: the largest is the step that all save. No step cos
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -19,6 +20,8 @@ from hf_fsdpturbo.ranks import rank, world_size
 from hf_fsdpturbo.watcher import this_rank
 
 PAUSE = 0.05
+
+_runs = itertools.count()  # all ranks train equally often: what was said in one run is not heard in the next
 
 
 class AgreedStop(TrainerCallback):
@@ -35,8 +38,11 @@ class AgreedStop(TrainerCallback):
         self.next_end = 0  # the step at whose end the main thread looks next
         self.answered: int | None = None
         self.before: Any = None
+        self.key = "sigterm"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.key = f"sigterm/{next(_runs)}"
+        self.signalled, self.answered = False, None
         self.before = signal.signal(signal.SIGTERM, self._signalled)
         self.next_end = state.global_step + 1
         this_rank().each_poll.append(self._look)
@@ -50,11 +56,14 @@ class AgreedStop(TrainerCallback):
             if self.answered is not None:
                 return
             if self.signalled:
-                store.set("sigterm", "1")
-            elif not store.check(["sigterm"]):
+                store.set(self.key, "1")
+            elif not store.check([self.key]):
                 return
-            self.answered = self.next_end
-            store.set(f"sigterm/{rank()}", str(self.answered))
+            self._answer(store)
+
+    def _answer(self, store: Any) -> None:
+        self.answered = self.next_end
+        store.set(f"{self.key}/{rank()}", str(self.answered))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go on, or save and stop."""
@@ -70,11 +79,16 @@ class AgreedStop(TrainerCallback):
 
     def _agreed(self) -> int:
         """The largest of all ranks' answers; their watchers give them whatever their main threads wait for."""
-        keys, store = [f"sigterm/{other}" for other in range(world_size())], this_rank().store
+        keys, store = [f"{self.key}/{other}" for other in range(world_size())], this_rank().store
         while not store.check(keys):
+            if store.check(["verdict"]):  # another rank has left
+                raise ValueError(store.get("verdict").decode())
             time.sleep(PAUSE)
         return max(int(answer) for answer in store.multi_get(keys))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         signal.signal(signal.SIGTERM, self.before)
         this_rank().each_poll.remove(self._look)
+        with self.lock:
+            if self.answered is None:  # a rank that was asked at the last step may wait for this answer: no step
+                self._answer(this_rank().store)

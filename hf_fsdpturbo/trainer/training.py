@@ -1,4 +1,4 @@
-"""One call of ``train()``: the output directory is claimed before it, and released on every way out of it."""
+"""One call of ``train()``: the output directory is claimed before it; however it ends, every rank leaves it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
+from hf_fsdpturbo.ranks import world_size
 from hf_fsdpturbo.trainer import refusals, resumed_from
+from hf_fsdpturbo.watcher import this_rank
 
 
 @contextlib.contextmanager
@@ -27,8 +29,11 @@ def training(trainer: Any, resume_from_checkpoint: Any) -> Iterator[Any]:
         checkpoint = resumed_from.checkpoint_of(trainer, resume_from_checkpoint)
         gc.collect()
         gc.freeze()
-        yield checkpoint
+        with contextlib.nullcontext() if world_size() == 1 else this_rank().leaving_together():
+            yield checkpoint
         ended = True
     finally:
         gc.unfreeze()
+        trainer._hang.end()
         trainer._saving.end(ended)
+    trainer._set_up.peak.say_measured()

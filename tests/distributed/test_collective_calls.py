@@ -67,6 +67,55 @@ def calls(run: Run, folder: Path) -> None:
         time.sleep(10)  # the other rank is to go first
 
 
+class OddRow(ValueError):
+    """What a user's collator says of a row."""
+
+
+def alone(run: Run, folder: Path) -> None:
+    """Rank function: first both ranks raise and go on, then rank 1 alone meets a bad row in the second step."""
+    from hf_fsdpturbo import watcher
+    from tests.support.reference_run import forget_accelerate
+
+    watcher.POLL, watcher.SITS, watcher.TOGETHER = 0.1, 1.0, 0.5
+    seen: list[str] = []
+    for case, bad in (("all", (0, 1)), ("one", (1,))):
+        forget_accelerate()
+        trainer = build_trainer(run, turbo=True)
+        collate, batches, rank = trainer.data_collator, [], trainer.args.process_index
+
+        def spoilt(rows, collate=collate, batches=batches, is_bad=rank in bad):
+            batches.append(rows)
+            if is_bad and len(batches) == 3:  # one is read ahead
+                raise OddRow("row 17 has no text")
+            return collate(rows)
+
+        trainer.data_collator = spoilt
+        started = time.monotonic()
+        try:
+            trainer.train()
+        except OddRow as error:
+            store = watcher.this_rank().store
+            seen.append(f"{case}: {error}; {time.monotonic() - started:.0f}; {store.check(['verdict'])}")
+            (folder / f"alone{rank}.txt").write_text("\n".join(seen))
+    time.sleep(10)  # rank 0 is to go first
+
+
+def test_an_error_of_one_rank_in_a_step_ends_the_others_with_its_message(tiny, tmp_path):
+    """Spec 13: rank 0 sits in a collective that rank 1 will not come to, and can only be ended."""
+    run = Run(tiny("qwen3_moe"), {"text": texts(16, seed=2)}, {"max_steps": 4}, {"ep_size": 2}, gradients=False)
+    started = time.monotonic()
+    with pytest.raises(RankError) as died:
+        run_ranks(alone, 2, run, tmp_path, timeout=60)
+    assert time.monotonic() - started < 60
+    assert (died.value.rank, died.value.kind) == (0, "Died"), str(died.value)
+    assert "rank 0 is ended: rank 1 left training with OddRow: row 17 has no text" in str(died.value)
+    first, second = ((tmp_path / f"alone{rank}.txt").read_text().splitlines() for rank in range(2))
+    assert first[0].startswith("all: row 17 has no text")
+    assert first[0].endswith("False"), "an error that all ranks have is no verdict on any"
+    assert len(first) == 1
+    assert second[1].startswith("one: row 17 has no text")
+
+
 @pytest.fixture(scope="module")
 def called(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("calls")

@@ -152,7 +152,7 @@ def test_bad_pictures_are_named_on_every_rank(tmp_path: Path):
         run_ranks(bad_pictures, 2, model, str(tmp_path), timeout=90)
     print(raised.value)
     assert raised.value.rank == 0
-    assert "rank 0 is ended: reading a batch failed on rank 1: column 'images': file" in str(raised.value)
+    assert "rank 1 left training with ValueError: column 'images': file" in str(raised.value)
     assert "cut.png cannot be read (image file is truncated)" in str(raised.value)
     assert "train_dataset: row 2, column 'images', image 0: file" in str(raised.value)
     assert "missing.png does not exist" in str(raised.value)

@@ -1,4 +1,4 @@
-"""The wheel alone, in an empty folder: `hf-fsdpturbo sft` trains on two ranks, and what it wrote exports."""
+"""The wheel alone, in an empty folder: `sft` trains on two ranks, what it wrote exports, an adapter merges."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.adapter_runs import plain_adapter
 from tests.support.tiny_models import save_tiny, texts
 
 ROOT = Path(__file__).parents[2]
@@ -65,13 +66,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_launch_files_recipes_and_pages(site: Path):
-    for folder, pattern in (("accelerate_configs", "*.yaml"), ("recipes", "*.*"), ("docs", "*.*")):
-        there = {path.name for path in (ROOT / folder).glob(pattern)}
-        assert there
-        assert {path.name for path in (site / "hf_fsdpturbo" / "shipped" / folder).glob(pattern)} == there
+    models = ("recipes", "models/*/*.yaml")
+    for folder, pattern in (("accelerate_configs", "*.yaml"), ("recipes", "*.*"), models, ("docs", "*.*")):
+        there, found = ROOT / folder, site / "hf_fsdpturbo" / "shipped" / folder
+        expected = {path.relative_to(there) for path in there.glob(pattern)}
+        assert expected
+        assert {path.relative_to(found) for path in found.glob(pattern)} == expected
 
 
-def test_sft_and_export_in_an_empty_folder(site: Path, tmp_path: Path):
+def test_sft_export_and_merge_in_an_empty_folder(site: Path, tmp_path: Path):
     model, rows, empty = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "empty"
     save_tiny("qwen3_moe", model)
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(8)))
@@ -83,12 +86,18 @@ def test_sft_and_export_in_an_empty_folder(site: Path, tmp_path: Path):
 
     output = run(empty, command, "sft", "--accelerate_config", "cpu_ep2", *words, path=site)
     assert "world_size=2, dp_size=2, cp_size=1, ep_size=2" in output
+    assert "Qwen3MoeForCausalLM: " in output
+    assert "this rank holds 0.00 GiB of weights (float32), then 0.00 of gradients, 0.00 of adamw_torch" in output
+    assert "  experts   4 of 8 on a rank (ep 2)  0-1" in output
     assert str(site / "hf_fsdpturbo" / "shipped" / "accelerate_configs" / "cpu_ep2.yaml") in output
     assert len(re.findall(r"'loss': '[\d.]+'", output)) == 2
 
     assert "1 weight file(s)" in run(empty, command, "export", "out/checkpoint-2", "hub", path=site)
-    assert {path.name for path in empty.iterdir()} == {"out", "hub"}
-    assert (empty / "hub" / "model.safetensors").stat().st_size > 10_000
+    plain_adapter(str(model), str(tmp_path / "adapter"))
+    assert "1 weight file(s)" in run(empty, command, "merge", str(tmp_path / "adapter"), "--out", "merged", path=site)
+    assert {path.name for path in empty.iterdir()} == {"out", "hub", "merged"}
+    for name in ("hub", "merged"):
+        assert (empty / name / "model.safetensors").stat().st_size > 10_000
 
 
 def test_two_machines_and_rows_in_alpacas_format(site: Path, tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 pytest.importorskip("peft")
 
+from hf_fsdpturbo import cli
 from tests.support.adapter_runs import (
     adapter_tensors,
     as_peft,
@@ -196,6 +198,7 @@ def test_resume_at_the_same_and_another_topology(tiny, tmp_path):
     expected = run_ranks(train_and_stop, 2, sft(path, first, EP2, **args), None, timeout=120)[0]
     checkpoint = os.path.join(first, "checkpoint-2")
     assert os.path.exists(os.path.join(checkpoint, "adapter_model.safetensors"))
+    exports_as_plain_peft(path, checkpoint, tmp_path)
     again = run_ranks(train_and_stop, 2, sft(path, str(tmp_path / "second"), EP2, **args), checkpoint, timeout=120)[0]
     assert all(torch.equal(again[name], expected[name]) for name in expected)
     half = {**args, "per_device_train_batch_size": 2}
@@ -205,6 +208,18 @@ def test_resume_at_the_same_and_another_topology(tiny, tmp_path):
     assert worst < 1e-4
     start = run_ranks(train_and_stop, 2, sft(path, str(tmp_path / "4"), EP2, **{**args, "max_steps": 1}), None)[0]
     assert max(distance(start[name], expected[name]) for name in expected) > 1e-2
+
+
+def exports_as_plain_peft(path: str, checkpoint: str, folder: Path) -> None:
+    """`export`: the adapter from the shards, bit-equal to the file that was saved beside them; merged as by PEFT."""
+    assert cli.main(["export", checkpoint, str(folder / "adapter")]) == 0
+    found, saved = adapter_tensors(str(folder / "adapter")), adapter_tensors(checkpoint)
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    assert "optimizer.json" not in os.listdir(folder / "adapter")
+    assert cli.main(["export", checkpoint, str(folder / "merged"), "--merge"]) == 0
+    assert distance(plain_logits(str(folder / "merged"), None), plain_logits(path, checkpoint)) < TOLERANCE
+    assert "adapter_config.json" not in os.listdir(folder / "merged")
 
 
 def dtype_runs(runs: list[Run]) -> list[dict[str, object]]:

@@ -131,6 +131,18 @@ def on_off_resumed(tiny, tmp_path_factory):
     return run_ranks(watched, WORLD, run_of(tiny, {"ep_size": 2}), folder, timeout=120)[0]
 
 
+def one_process(run: Run) -> tuple[Record, Record]:
+    """For one plain process: asked for, it is the same there; and its reference."""
+    record = run_turbo(replace(run, turbo={"fsdpturbo_metrics": True}))
+    return record, run_reference(run, 1, record.batches)
+
+
+def test_one_process_is_counted_where_asked(tiny):
+    record, by_hand = run_plain(one_process, run_of(tiny, {}))
+    assert_load(record, by_hand)
+    assert record.log_history[0].keys() >= NAMES
+
+
 def test_evaluations_do_not_count(outcome):
     found, by_hand = outcome
     assert sum("eval_loss" in log for log in found["right"].log_history) == 3

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 STARTS = ("hf-fsdpturbo ", "make ", "accelerate launch ", "torchrun ", "python -m ", "python benchmarks/",
-          "python3 benchmarks/", "python3 -m ", "srun ")  # fmt: skip
+          "python3 benchmarks/", "python3 -m ", "srun ", "vllm ")  # fmt: skip
 
 
 class Shown(NamedTuple):
@@ -72,17 +72,23 @@ RUN_BY: list[tuple[str, str]] = [
     (r"hf-fsdpturbo convert", "unit/test_convert.py"),
     (r"hf-fsdpturbo sft .*--nnodes 2", "distributed/test_installed_command.py"),
     (r"hf-fsdpturbo sft .*_recipe\.yaml", "parsed: unit/test_convert.py"),
+    (r"hf-fsdpturbo (sft|dpo) --config [\w.-]+/\w+_\d+x\d+", "parsed: unit/test_commands.py"),
     (r"hf-fsdpturbo (sft|dpo|reward)$", "distributed/test_installed_command.py"),
     (r"hf-fsdpturbo (sft|dpo|reward) ", HUB),
     (r"hf-fsdpturbo plan", "unit/test_plan.py"),
     (r"hf-fsdpturbo configs", "unit/test_commands.py"),
     (r"hf-fsdpturbo doctor", "unit/test_doctor.py"),
+    (r"hf-fsdpturbo export .*--merge", "distributed/test_lora.py"),
     (r"hf-fsdpturbo export", "distributed/test_installed_command.py"),
+    (r"hf-fsdpturbo merge", "unit/test_merge.py"),
+    (r"hf-fsdpturbo report", "unit/test_telemetry_alone.py"),
+    (r"vllm ", "not run: vLLM is not installed"),
     (r"make (demo|demo-dpo|demo-reward)$", "distributed/test_demo_end_to_end.py"),
     (r"make demo-vl$", "not run: three minutes; its trainer and processor are those of distributed/test_images.py"),
     (r"make (test|quick|lint)", "not run: it runs the tests"),
     (r"make (fuzz|families|matrix|peers|chaos)", "not run: hours, or minutes; its parts are in make test"),
     (r"python3? -m tests\.families", "distributed/test_families.py"),
+    (r"python3? -m tests\.models_recipes", "not run: minutes; tests compare what it wrote with plan, and run one"),
     (r"python3? -m tests\.support\.", "unit/test_upstream_table.py"),
     (r"python3? -m tests\.(device|fuzz|peers)", "not run: minutes, or a GPU"),
     (r"python3? (-m )?benchmarks", "not run: a measurement is no test"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hf_fsdpturbo import __version__, cli, shipped
-from hf_fsdpturbo.commands import launched, recipe_words
+from hf_fsdpturbo.commands import known_names, launched, recipe_words
 from hf_fsdpturbo.commands.launch_options import make_parser
 from hf_fsdpturbo.launch_config.slurm import first_host, slurm_step
 
@@ -78,7 +80,11 @@ WRONG = {
     "argument --out": ["configs", "cpu_ep2", "--out", str(ROOT / "setup.cfg")],
     "--timeout": ["doctor", "--timeout", "soon"],
     "CHECKPOINT nowhere is no directory": ["export", "nowhere", "out"],
+    "--base is for --merge": ["export", str(ROOT), "new", "--base", "x"],
+    "--merge: ": ["export", str(ROOT), "new", "--merge"],
     "OUT ": ["export", str(ROOT), str(ROOT)],
+    "ADAPTER 'nowhere' is neither": ["merge", "nowhere", "--out", "new"],
+    "--out": ["merge", "nowhere"],
     "--max-file-size": ["export", "a", "b", "--max-file-size", "big"],
 }
 
@@ -123,7 +129,8 @@ def test_names_paths_and_yaml_are_checked_without_heavy_imports(tmp_path):
 import sys
 from hf_fsdpturbo import cli
 for words in (["sft", *{words}, "--config", "r.yaml"], ["dpo", "--accelerate_config", "a.yaml"], ["configs", "x"],
-              ["reward", *{CPU}], ["export", "x", "y"], ["doctor", "--timeout", "0"]):
+              ["reward", *{CPU}], ["export", "x", "y"], ["merge", "x", "--out", "y"],
+              ["sft", *{words}, "--learning_rte", "3"], ["doctor", "--timeout", "0"]):
     try:
         cli.main(words)
     except SystemExit as status:
@@ -135,7 +142,69 @@ print(sorted({{"torch", "transformers", "accelerate", "trl"}} & set(sys.modules)
         env={"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.stdout == "[]\n", done.stdout + done.stderr
-    assert done.stderr.count("\n") == 6
+    assert done.stderr.count("\n") == 8
+
+
+RECIPE = "qwen3-30b-a3b/sft_8x80"
+
+
+def test_a_shipped_recipe_by_name(unparsed, capsys):
+    """Its path, and eight processes a machine, reach accelerate; wrong kinds and machines are named."""
+    path = str(shipped.model_recipes()[RECIPE])
+    for words in (["--config", RECIPE], [f"--config={RECIPE}"]):
+        found = launch(*words, *DATA)
+        assert path in found[-3:] or f"--config={path}" in found
+        assert found[found.index("--num_processes") + 1] == "8"
+    two = launch("--config", "qwen3-30b-a3b/sft_16x80", *DATA, "--nnodes", "2", "--node_rank", "1", *HEAD)
+    assert two[two.index("--num_processes") + 1] == "16"
+    assert launch("--config", RECIPE, *CPU, *DATA)[1].endswith("cpu_ep2.yaml")  # the launch file says how many
+    assert "is a recipe of sft" in refused(capsys, ["dpo", "--config", RECIPE, *DATA])
+    too_few = ["sft", "--config", "qwen3-30b-a3b/sft_16x80", *DATA]
+    assert "--nnodes: the recipe is for 16 devices" in refused(capsys, too_few)
+    assert "shipped recipe 'qwen3/sft'" in refused(capsys, ["sft", "--config", "qwen3/sft", *DATA])
+    assert cli.main(["configs", RECIPE]) == 0
+    assert "planned" in capsys.readouterr().out
+    assert cli.main(["configs"]) == 0
+    assert "qwen3-30b-a3b/  dpo_16x141" in capsys.readouterr().out
+
+
+def in_words(value: object) -> list[str]:
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return [json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def test_shipped_recipes_parse_strictly():
+    """Every one by the parser that the ranks use; its ``dist_config`` too; a key nobody knows is an error."""
+    from hf_fsdpturbo.arguments.params import FSDPTurboParams
+
+    recipes = shipped.model_recipes()
+    assert len(recipes) == 81
+    parsers = {name: recipe_words.recipe_parser(name) for name in ("sft", "dpo")}
+    for name, path in recipes.items():
+        recipe = recipe_words.read_recipe(["--config", str(path)])
+        FSDPTurboParams(**recipe["dist_config"])
+        words = [word for key, value in recipe.items() for word in (f"--{key}", *in_words(value))]
+        parser = parsers["dpo" if path.stem.startswith("dpo") else "sft"]
+        parser.error = recipe_words._raise
+        assert argparse.ArgumentParser.parse_known_args(parser, words)[1] == [], name
+    with pytest.raises(ValueError, match="ep_sise"):
+        recipe_words.check_by_parser("sft", [], {**recipe, "ep_sise": 2})
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+def test_names_read_from_sources_are_those_of_the_parser(name):
+    """Neither more nor fewer; a release that moves a class is seen here, and then refuses nothing early."""
+    options = {word for action in recipe_words.recipe_parser(name)._actions for word in action.option_strings}
+    taken = {option[2:].replace("-", "_").removeprefix("no_") for option in options if option.startswith("--")}
+    assert known_names.field_names(name) == taken | {"config"}  # TRL's parser takes that one out itself
+
+
+def test_sources_that_are_not_understood_refuse_nothing(monkeypatch):
+    assert known_names.unknown_names("sft", ["ep_siez", "no-bf16", "ep-size"]) == ["ep_siez"]
+    for broken in ({"trl": ("elsewhere.py",)}, {"no_such_package": ("a.py",)}, {"trl": ("trainer/sft_config.py",)}):
+        monkeypatch.setattr(known_names, "_SOURCES", broken)
+        assert known_names.unknown_names("sft", ["ep_siez"]) == []
 
 
 ACCELERATE = {

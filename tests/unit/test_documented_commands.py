@@ -54,3 +54,9 @@ def test_chinese_pages_have_the_english_figures(page: str):
             yaml, rest = line.split("|")[1].strip(), line.split("|")[4:7]
             (row,) = [english_line for english_line in text.splitlines() if english_line.startswith(f"| {yaml}")]
             assert [c.replace("到", "to").strip() for c in rest] == [c.strip() for c in row.split("|")[4:7]]
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    missing = [p.name for p in (ROOT / "docs").glob("*.md") if p.name != "README.md" and f"({p.name})" not in index]
+    assert missing == [], "add a line to docs/README.md"

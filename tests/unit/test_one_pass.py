@@ -241,3 +241,35 @@ def test_another_optimizer_drops_what_ours_wrote():
     assert module.copies.nbytes() > 0
     other.step()
     assert module.copies.nbytes() == 0
+
+
+@pytest.mark.parametrize("made", [torch.optim.Adam, torch.optim.AdamW, AdamW])
+def test_state_to_be_filled_is_made_without_all_gradients_at_once(made, monkeypatch):
+    """Resuming: the same tensors as torch makes, weights and rates left as they are, few gradients at a time."""
+    from hf_fsdpturbo.checkpoint import fresh_state
+
+    monkeypatch.setattr(fresh_state, "GRADIENT_BYTES", 100)
+    parameters = [torch.nn.Parameter(torch.randn(size)) for size in (10, 10, 10, 60, 5)]
+    parameters.append(torch.nn.Parameter(torch.randn(7), requires_grad=False))
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer = made([{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:]}], lr=0.5, weight_decay=0.1)
+    held = []
+    step = optimizer.step
+
+    def counted():
+        held.append(sum(4 * p.numel() for p in parameters if p.grad is not None))
+        step()
+
+    optimizer.step = counted
+    assert fresh_state.make_state(optimizer)
+    assert held == [80, 40, 240, 20]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    assert all(parameter.grad is None for parameter in parameters)
+    assert list(optimizer.state) == parameters[:5]
+    for parameter in parameters[:5]:
+        state = optimizer.state[parameter]
+        assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert state["exp_avg"].shape == parameter.shape
+    assert not fresh_state.make_state(optimizer), "it has a state"
+    assert not fresh_state.make_state(torch.optim.SGD(parameters, momentum=0.9)), "torch makes it"

@@ -13,7 +13,8 @@ from benchmarks import dispatch_bytes
 from benchmarks.export_planning import MODELS
 from benchmarks.simulated_ranks import fake_world
 from benchmarks.train_throughput import model_config
-from hf_fsdpturbo import cli, enable_fused_experts
+from hf_fsdpturbo import cli, enable_fused_experts, shipped
+from hf_fsdpturbo.arguments import unsupported
 from hf_fsdpturbo.arguments.params import FSDPTurboParams
 from hf_fsdpturbo.dispatch.packed_rows import PackedLayout
 from hf_fsdpturbo.launch_config.accelerate_yaml import read_yaml
@@ -21,13 +22,17 @@ from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import parallelize_model
 from hf_fsdpturbo.plan.activations import kept_whole
 from hf_fsdpturbo.plan.exchanged import even_at, rows_sent
-from hf_fsdpturbo.plan.held import held
+from hf_fsdpturbo.plan.held import held, moment_bytes
 from hf_fsdpturbo.plan.peak import gathered, highest, moments
 from hf_fsdpturbo.plan.planned_run import PlannedRun
 from hf_fsdpturbo.plan.printed import yaml_of
 from hf_fsdpturbo.plan.released import released_names
-from hf_fsdpturbo.plan.shape import shape_of, shape_of_config
+from hf_fsdpturbo.plan.search import fits
+from hf_fsdpturbo.plan.shape import check_fits, shape_of, shape_of_config
 from hf_fsdpturbo.topology import Topology
+from tests.models_recipes.planned import devices_and_memory
+from tests.models_recipes.planned import run_of as recipe_run
+from tests.models_recipes.table import HEADROOM
 from tests.support.tiny_models import tiny_config
 
 # Peaks of benchmarks/README.md, Qwen3-30B-A3B's shape, sequence 4096, Liger's norms: GiB, layers, world, and the run.
@@ -203,6 +208,24 @@ def test_shipped_names(name: str):
     assert shape.numel / 1e9 == pytest.approx(BILLIONS[name], abs=0.06)
     run = PlannedRun(Topology.resolve(16, ep_size=8), task="dpo")
     assert all(size >= 0 for moment in moments(shape, run) for size in moment.kinds.values())
+    check_recipes(name, shape)
+
+
+def check_recipes(name: str, shape: Any) -> None:
+    """Each ready recipe of the model fits as its own settings say, with the figure in its first line."""
+    found = [recipe for recipe in shipped.model_recipes() if recipe.startswith(f"{name}/")]
+    assert found
+    is_plain = all(experts.is_plain for unit in shape.layers for experts in unit.experts)
+    runs = [(recipe_run(recipe, is_plain), recipe) for recipe in found]
+    for run, recipe in sorted(runs, key=lambda pair: pair[0].storage):
+        devices, memory = devices_and_memory(recipe)
+        shape = shape if shape.storage == run.storage else shape_of(name, run.storage)
+        check_fits(shape, run)
+        peak = highest(shape, run)
+        assert fits(peak, HEADROOM * memory), recipe
+        first = shipped.model_recipes()[recipe].read_text(encoding="utf-8").splitlines()[0]
+        assert f"planned {peak.gib():.1f} GiB a rank" in first
+        assert f"on {devices} devices of {memory} GiB" in first
 
 
 def test_what_takes_memory_takes_more():
@@ -215,7 +238,7 @@ def test_what_takes_memory_takes_more():
 
     plain = peak().total
     less = [{"recompute": "full"}, {"recompute": "selective"}, {"lora_r": 8}, {"liger": True}]
-    less.append({"ep_size": 4, "cp_size": 2})
+    less += [{"ep_size": 4, "cp_size": 2}, {"optimizer": "adamw_8bit"}, {"offload": True}]
     more = [{"batch": 2}, {"task": "dpo"}, {"mp_replicate_size": 8}, {"dispatcher": "eager"}, {"accumulation": 2}]
     assert {str(each): peak(**each).total < plain for each in less} == {str(each): True for each in less}
     assert {str(each): peak(**each).total > plain for each in more} == {str(each): True for each in more}
@@ -223,6 +246,27 @@ def test_what_takes_memory_takes_more():
     assert peak(ep_size=4, efsdp_size=1).total > peak(ep_size=4, efsdp_size=2).total
     assert peak(task="dpo").kinds["reference"] == held(shape, PlannedRun(Topology.resolve(8, ep_size=8))).weights
     assert peak(task="dpo", lora_r=8).kinds["reference"] == 0
+
+
+def test_blocks_of_bits_and_the_host():
+    """torchao's blocks: an element's byte and a float32 scale each 256 of them; offloaded, nothing stays on a rank."""
+    shape, sizes = shape_of("qwen3-30b-a3b", "bfloat16"), Topology.resolve(8, ep_size=8)
+    plain, eight, four, host = (
+        PlannedRun(sizes, optimizer=optimizer, offload=offload)
+        for optimizer, offload in (("adamw", False), ("adamw_8bit", False), ("adamw_4bit", False), ("adamw", True))
+    )
+    elements = held(shape, plain).weights / 2
+    assert held(shape, plain).optimizer == 4 * elements
+    assert held(shape, eight).optimizer == pytest.approx(2 * elements * (1 + 4 / 256), rel=1e-3)
+    assert held(shape, four).optimizer == pytest.approx(2 * elements * (1 / 2 + 4 / 128), rel=1e-3)
+    assert moment_bytes(4095, 2, eight) == moment_bytes(4095, 2, plain)
+    assert moment_bytes(256 * 17 + 1, 4, eight) == 8 * (256 * 17 + 1)
+    found = highest(shape, host)
+    on_host = ("weights", "optimizer", "expert copies", "reference")
+    assert [found.kinds[kind] for kind in on_host] == [0] * 4
+    assert gathered(shape.layers[0], host) > gathered(shape.layers[0], plain)  # its experts come too
+    assert held(shape, host) == held(shape, plain)
+    assert "8bit" in unsupported._UNPROVEN_OPTIMIZERS, "it is taken now: printed.py says that it is refused"
 
 
 def test_search_ranks_what_fits_and_prints_a_config_that_parses(tmp_path, capsys):
@@ -248,11 +292,14 @@ def test_search_ranks_what_fits_and_prints_a_config_that_parses(tmp_path, capsys
 def test_the_config_carries_what_was_planned(tmp_path):
     shape = shape_of_config(tiny_config("qwen3_moe"), "float32", "tiny")
     sizes = {"ep_size": 2, "efsdp_size": 1, "cp_size": 2, "mp_replicate_size": 2, "ranks_per_node": 8}
-    run = PlannedRun(Topology.resolve(16, **sizes), storage="float32", recompute="selective", sequence=64)
+    run = PlannedRun(
+        Topology.resolve(16, **sizes), storage="float32", recompute="selective", sequence=64, offload=True
+    )
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml_of(shape, run), encoding="utf-8")
     fields = dict(read_yaml(path, "test", None).fields)
-    assert FSDPTurboParams(**fields.pop("dist_config")).param_storage_dtype == "float32"
+    params = FSDPTurboParams(**fields.pop("dist_config"))
+    assert (params.param_storage_dtype, params.offload_params) == ("float32", True)
     assert fields == {
         "ep_size": 2, "cp_size": 2, "mp_replicate_size": 2, "ep_dispatcher": "fused", "recompute": "selective"
     }  # fmt: skip
@@ -269,6 +316,8 @@ WRONG = {
     "sequence": (["qwen3-30b-a3b", "--devices", "8", "--sequence", "0"], True),
     "lora_r": (["qwen3-30b-a3b", "--devices", "8", "--lora_r", "-2"], True),
     "--storage": (["qwen3-30b-a3b", "--devices", "8", "--storage", "int4"], True),
+    "--optimizer": (["qwen3-30b-a3b", "--devices", "8", "--optimizer", "lion"], True),
+    "offload": (["qwen3-30b-a3b", "--devices", "1", "--offload"], True),
     "--devices": (["qwen3-30b-a3b"], True),
     "MODEL": (["no-such-model", "--devices", "8"], True),
     "MODEL 'a/b'": (["a/b", "--devices", "8"], True),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hf_fsdpturbo import cli
+from hf_fsdpturbo.dispatch import traffic as traffic_module
 from hf_fsdpturbo.dispatch.traffic import Traffic
 from hf_fsdpturbo.telemetry import load_picture, load_record
 from hf_fsdpturbo.telemetry.clock import Clock
@@ -125,6 +126,51 @@ def test_traffic_is_off_until_asked():
     with traffic.waiting(torch.device("cpu")):
         time.sleep(0.01)
     assert traffic.seconds >= 0.01
+
+
+def test_traffic_counts_what_leaves_the_rank(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    traffic = Traffic()
+    rows = torch.zeros(6, 4, dtype=torch.bfloat16)
+    traffic.sent(rows, [1, 2, 3], None)
+    assert traffic.bytes == 0
+    traffic.is_on = True
+    traffic.sent(rows, [1, 2, 3], None)
+    traffic.sent(rows[:0], [0, 0, 0], None)
+    assert traffic.bytes == 4 * 4 * 2
+
+
+def test_events_are_read_once_they_have_passed(monkeypatch):
+    made = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.passed = False
+            made.append(self)
+
+        def record(self) -> None:
+            self.passed = False
+
+        def query(self) -> bool:
+            return self.passed
+
+        def elapsed_time(self, other: object) -> float:
+            return 5.0
+
+    monkeypatch.setattr(traffic_module, "_event", lambda device: Event())
+    traffic = Traffic()
+    traffic.is_on = True
+    for _ in range(2):
+        with traffic.waiting(torch.device("cuda", 0)):
+            pass
+    traffic.collect()
+    assert traffic.seconds == 0
+    made[1].passed = True
+    traffic.collect()
+    assert traffic.seconds == 0.005
+    with traffic.waiting(torch.device("cuda", 0)):
+        pass
+    assert len(made) == 4  # those that were read are used again
 
 
 def test_record_comes_back_and_continues(tmp_path):

@@ -185,6 +185,17 @@ def test_the_default_store_can_be_cloned(one_rank):
     assert hasattr(store, "clone"), "each thread has a connection of its own"
 
 
+def test_what_a_hanging_rank_asks_torch():
+    import json
+
+    from torch import autograd
+
+    trace = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+    assert "version" in trace
+    assert isinstance(trace.get("entries", []), list)
+    assert autograd.graph._engine_run_backward.__code__.co_filename.endswith("torch/autograd/graph.py")
+
+
 def test_a_forward_inside_a_backward_is_told():
     import torch
     from torch.utils.checkpoint import checkpoint

@@ -23,6 +23,7 @@ OURS = {
     "_clock": "prefix of a file that is made to ask a file system for its time",
     "_current_frames": "sys, Python's own",
     "_deleting": "suffix of a folder that is being removed",
+    "_dump_nccl_trace_json": "torch's, but only in builds with NCCL: asked for with a default",
     "_exit": "os, Python's own",
     "_fsdpturbo_unused": "ours, on a model: the tensors of its release that it does not use",
     "_gradient_divide_factor": "a field of fsdp_turbo's plan, older releases; tests/support/fsdp_turbo_stand_in",
@@ -39,10 +40,12 @@ PUBLIC = {
     "inference_mode": "peft: a field of an adapter's configuration",
     "loss": "a field of TRL's output, which is made for each call",
     "model_init_kwargs": "a public field of TRL's configs, filled as TRL's scripts fill it",
+    "num_labels": "transformers: a public field of a config",
     "should_save": "transformers: TrainerControl is there to be set",
     "should_training_stop": "the same",
     "tape": "our own thread-local",
     "token_of_row": "our own, on experts modules",
+    "vocab_size": "transformers: a public field of a config",
 }
 
 # Names that tests have from kernels/rebinding.py: RULE, RECURRENT, CONV, ROTARY.

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hf_fsdpturbo import watcher
-from hf_fsdpturbo.watcher import _inside_packages, _Others
+from hf_fsdpturbo.stacks import inside_packages
+from hf_fsdpturbo.watcher import _Others
 
 
 class Store:
@@ -95,7 +96,7 @@ def test_the_store_is_asked_now_and_then(others):
     ],
 )
 def test_files_by_whose_they_are(file, found):
-    assert _inside_packages(file) == found
+    assert inside_packages(file) == found
 
 
 def test_where_a_main_thread_stands(monkeypatch):

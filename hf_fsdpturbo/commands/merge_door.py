@@ -1,0 +1,36 @@
+"""``hf-fsdpturbo merge ADAPTER --out DIR``: its words, checked before the merge itself is imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from hf_fsdpturbo.commands.export_door import check_out, size_in_bytes
+from hf_fsdpturbo.commands.one_line import OneLineParser, refuse
+from hf_fsdpturbo.merge.adapter_config import find_base, read_adapter
+
+PROG = "hf-fsdpturbo merge"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write one model from a LoRA adapter and its base; exit status 2 for wrong input, 1 where writing failed."""
+    parser = OneLineParser(PROG, "A LoRA adapter merged into its base, tensor by tensor, without a GPU.")
+    parser.add_argument("adapter", metavar="ADAPTER", help="adapter files of PEFT: a folder, or a Hub id in the cache")
+    parser.add_argument("--out", required=True, metavar="DIR", help="new directory for the merged model")
+    parser.add_argument("--base", metavar="MODEL", help="folder or cached Hub id (default: what the adapter names)")
+    parser.add_argument("--max-file-size", type=size_in_bytes, default="5GB", help="size of a weight file (5GB)")
+    options = parser.parse_args(list(argv))
+    try:
+        check_out(options.out, "--out")
+        adapter = read_adapter(options.adapter)
+        base = find_base(adapter, options.base)
+        from hf_fsdpturbo.merge.merged_files import merge  # late: it brings torch, transformers and peft
+
+        names = merge(adapter, base, options.out, options.max_file_size)
+    except ValueError as error:
+        refuse(PROG, error)
+    except OSError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.out}: {len(names)} weight file(s)")
+    return 0
