@@ -142,8 +142,7 @@ class FSDPTurboTrainerMixin:
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """A step's batches; telemetry times how long they take to come."""
-        timed = self._telemetry.batches(epoch_iterator)
-        return super().get_batch_samples(timed, *args, **kwargs)  # type: ignore[misc]
+        return super().get_batch_samples(self._telemetry.batches(epoch_iterator), *args, **kwargs)  # type: ignore[misc]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen

@@ -15,9 +15,9 @@ from transformers.trainer_utils import has_length
 
 from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.bounded import cut
-from hf_fsdpturbo.images import check_pictures, decode, note_images, undecoded
+from hf_fsdpturbo.images import check_pictures, decode, may_have_images, note_images, undecoded
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
-from hf_fsdpturbo.ranks import FAILURES, agree, raise_named, rank, together, world_size
+from hf_fsdpturbo.ranks import FAILURES, agree, everyone, raise_named, rank, together, world_size
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 
 TEXTS = {"DPOTrainer": ("prompt", "chosen", "rejected"), "RewardTrainer": ("prompt", "chosen", "rejected")}
@@ -72,6 +72,13 @@ def refuse_pictures(trainer_class: type, given: GivenArguments) -> None:
 
         for where, data in _data_sets(given):
             check_pictures(where, data, rank(), world_size(), prepare_multimodal_messages)
+
+
+def some_rank_may_have_images(given: GivenArguments) -> bool:
+    """Whether some rank's batches may have images; the same on all ranks. Collective."""
+    with together("reading the columns of the data sets"):
+        mine = may_have_images([given.get("train_dataset"), given.get("eval_dataset")], given.get("data_collator"))
+    return any(everyone(mine))
 
 
 def _data_sets(given: GivenArguments) -> Iterator[tuple[str, Any]]:

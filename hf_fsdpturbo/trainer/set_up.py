@@ -17,7 +17,6 @@ from transformers.trainer_utils import enable_full_determinism
 
 from hf_fsdpturbo import compat, grad_norm, launch_config
 from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, settings_beside
-from hf_fsdpturbo.images import may_have_images
 from hf_fsdpturbo.loading.files import base_of_adapter, refuse_trusted_base
 from hf_fsdpturbo.lora.adapter import config_of_files, fill_reference
 from hf_fsdpturbo.lora.adapter_files import ADAPTER_CONFIG, is_adapter, load_adapter
@@ -53,7 +52,7 @@ from hf_fsdpturbo.trainer.refusals import (
     refuse_resizing,
     refuse_unsharded,
 )
-from hf_fsdpturbo.trainer.rows import rank0_first, refuse_pictures, refuse_rows
+from hf_fsdpturbo.trainer.rows import rank0_first, refuse_pictures, refuse_rows, some_rank_may_have_images
 from hf_fsdpturbo.trainer.sigterm import AgreedStop
 from hf_fsdpturbo.trainer.start_summary import start_lines
 
@@ -150,7 +149,7 @@ class SetUp:
         if state is not None:
             refuse_new_tokens(given, config)
         refuse_pictures(self.trainer_class, given)
-        with_images = state is not None and self._may_have_images()
+        with_images = state is not None and some_rank_may_have_images(given)
         add_reference(self.trainer_class, given, config, state, with_images=with_images)
         model = given.get("model")
         packed = frozen_in_four_bits(given, config)
@@ -173,13 +172,6 @@ class SetUp:
         given["model"] = model
         self._used_up()
         return self.report
-
-    def _may_have_images(self) -> bool:
-        """Whether some rank's batches may have images; the same on all ranks. Collective."""
-        given = self.given
-        with together("reading the columns of the data sets"):
-            mine = may_have_images([given.get("train_dataset"), given.get("eval_dataset")], given.get("data_collator"))
-        return any(everyone(mine))
 
     def _used_up(self) -> None:
         """Take the trainer's ``quantization_config``: with a model object, TRL would warn or refuse."""
