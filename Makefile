@@ -1,5 +1,6 @@
 # make demo   train a small MoE with expert parallelism on two CPU processes, from nothing
 # make demo-dpo, make demo-reward   the same for preferences: each ends with margin and accuracy on held-out pairs
+# make demo-vl              a small Qwen3-VL-MoE learns to name drawn shapes: pictures with answers before and after
 # make quick  between edits: lint, types, import contracts, unit tests, one sharded run against one process
 # make test   the same and every other test that needs no accelerator
 # make lint   lint, types and import contracts only
@@ -27,7 +28,7 @@ LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu_ep2.yaml
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install lint quick test demo matrix families fuzz chaos peers clean
+.PHONY: help install lint quick test demo demo-vl matrix families fuzz chaos peers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -97,6 +98,14 @@ demo-dpo demo-reward: demo-%: $(STAMP)
 	$(BIN)/python demo/make_pairs.py outputs/demo_$*
 	$(LAUNCH) recipes/$*.py --config recipes/demo_$*.yaml
 	$(BIN)/python demo/report_pairs.py $* outputs/demo_$*
+
+demo-vl: export HF_HUB_OFFLINE = 1
+demo-vl: export HF_DATASETS_DISABLE_PROGRESS_BARS = 1
+demo-vl: $(STAMP)
+	rm -rf outputs/demo_vl
+	$(BIN)/python demo/make_pictures.py outputs/demo_vl
+	$(LAUNCH) demo/train_pictures.py outputs/demo_vl
+	$(BIN)/python demo/report_pictures.py outputs/demo_vl
 
 clean:
 	rm -rf outputs .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

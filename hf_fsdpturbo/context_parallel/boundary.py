@@ -28,6 +28,8 @@ from hf_fsdpturbo.packing.sequence_plan import KEYWORD, SequencePlan, make_plan
 
 KEEP_CUT = "keep_last_hidden_state_cut"  # keyword of a caller that goes on with this rank's slice (sharded_head.py)
 
+_PER_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "moe_mm_token_type_ids")
+
 # Keywords that describe documents of the whole sequence: they end here and live on in the plan.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "documents")
 
@@ -82,8 +84,9 @@ class CutForward:
             seq_idx=lengths["seq_idx"],
         )
         for name, whole in (*given.items(), ("position_ids", position_ids)):
-            if name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids") and whole is not None:
+            if name in _PER_TOKEN and whole is not None:
                 given[name] = cut(whole, plan, length, dim=-1 if name == "position_ids" else 1)
+        cut_deepstack(given, plan)
         outputs = self.forward(**{**given, "use_cache": False, "documents": None, KEYWORD: plan})
         return join_outputs(outputs, plan, length, keep_cut=keep_cut)
 
@@ -143,6 +146,21 @@ def cut(whole: Tensor, plan: SequencePlan, length: int, dim: int) -> Tensor:
     if missing:
         whole = F.pad(whole, (0, 0) * (whole.ndim - 1 - dim) + (0, missing))
     return whole.narrow(dim, plan.local.start, plan.local.stop - plan.local.start)
+
+
+def cut_deepstack(given: dict[str, Any], plan: SequencePlan) -> None:
+    """What image tokens add after early layers (Qwen3-VL): the rows ``[N, D]`` of this rank's slice, in place.
+
+    ``visual_pos_masks [B, S]`` says which tokens these N are, row by row.
+    """
+    mask_BS = given.get("visual_pos_masks")
+    if mask_BS is None:
+        return
+    places = torch.arange(mask_BS.shape[1], device=mask_BS.device)
+    mine_S = (places >= plan.local.start) & (places < plan.local.stop)
+    mine_N = mine_S.expand_as(mask_BS)[mask_BS]
+    given["deepstack_visual_embeds"] = [rows_ND[mine_N] for rows_ND in given["deepstack_visual_embeds"]]
+    given["visual_pos_masks"] = cut(mask_BS, plan, mask_BS.shape[1], dim=1)
 
 
 def join_outputs(outputs: Any, plan: SequencePlan, length: int, keep_cut: bool = False) -> Any:

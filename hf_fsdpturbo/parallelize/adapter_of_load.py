@@ -36,6 +36,7 @@ class Adapter:
         config: what to add; None adds nothing.
         model: the model that was given, if it was an object.
         head_unit: as ``parallelize_model`` has it; not with an adapter, which may sit on the head.
+        with_images: as ``parallelize_model`` has it.
         with_reference: the adapter as it is now stays beside the trained one, as a preference trainer's reference.
         filling: the frozen weights that are quantised, if any.
 
@@ -49,10 +50,11 @@ class Adapter:
         model: Any = None,
         *,
         head_unit: bool = False,
+        with_images: bool = False,
         with_reference: bool = False,
         filling: Filling | None = None,
     ) -> None:
-        self.filling = filling
+        self.filling, self.with_images = filling, with_images
         self.config, self.head_unit, self.with_reference = config, head_unit, with_reference
         self.peft_model: Any = model if is_peft(model) else None
         if self.peft_model is not None:
@@ -75,7 +77,7 @@ class Adapter:
                 f"ep_backend={args.fsdpturbo_params.ep_backend!r} does not take LoRA. Set ep_backend to 'torch'."
             )
         head_unit = self.head_unit and self.peft_model is None
-        model, report = parallelize_model(model, args, state, head_unit=head_unit)
+        model, report = parallelize_model(model, args, state, head_unit=head_unit, with_images=self.with_images)
         self._hide(model)
         if self.peft_model is not None:
             self.peft_model._is_accelerate_prepared = True

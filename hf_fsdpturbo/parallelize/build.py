@@ -54,6 +54,7 @@ def build_model(
     use_dcp_path: bool = True,
     peft_config: Any = None,
     head_unit: bool = False,
+    with_images: bool = False,
     with_reference: bool = False,
     quantization_config: Any = None,
 ) -> tuple[Any, ShardingReport]:
@@ -82,7 +83,9 @@ def build_model(
         refuse_impossible(path, kwargs)
         _check_config(path, kwargs, setting)
     set_seed(cast(Any, config).seed)  # where TRL does it too: what a checkpoint lacks is drawn from here on
-    adapter = Adapter(peft_config, head_unit=head_unit, with_reference=with_reference, filling=filling)
+    adapter = Adapter(
+        peft_config, head_unit=head_unit, with_images=with_images, with_reference=with_reference, filling=filling
+    )
     if state is None:
         if filling is not None:
             return _one_process(partial(load_whole, path, build, prepare=adapter.alone, **kwargs), adapter, config)
@@ -156,6 +159,7 @@ def shard_given_model(
     use_dcp_path: bool = True,
     peft_config: Any = None,
     head_unit: bool = False,
+    with_images: bool = False,
     with_reference: bool = False,
     quantization_config: Any = None,
 ) -> tuple[Any, ShardingReport]:
@@ -174,7 +178,14 @@ def shard_given_model(
     if storage is not None:
         store_parameters(model, base, storage)
     filling = filling_of(take({}, quantization_config), config)
-    adapter = Adapter(peft_config, model, head_unit=head_unit, with_reference=with_reference, filling=filling)
+    adapter = Adapter(
+        peft_config,
+        model,
+        head_unit=head_unit,
+        with_images=with_images,
+        with_reference=with_reference,
+        filling=filling,
+    )
     if state is None and filling is not None:
         set_seed(cast(Any, config).seed)
         return _one_process(partial(adapter.alone, base), adapter, config)

@@ -8,6 +8,7 @@ whole model (usually on meta)
   -> install_recompute       activation checkpointing replays routing, and keeps what is asked
   -> compute_as_autocast     bf16 runs: autocast round the model, as plain Trainer has it
   -> outer_fully_shard       every decoder layer and the root over all ranks, the experts left out
+  -> TowerUse                batches may have images: zero gradients for ranks without
   -> check_ownership         every parameter is managed once
 """
 
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from hf_fsdpturbo.context_parallel.exactness import check_model as check_context_parallel
 from hf_fsdpturbo.context_parallel.install import install as install_context_parallel
+from hf_fsdpturbo.images import TowerUse, beside_text, why_not
 from hf_fsdpturbo.kernels.apply import KernelReport, apply_kernels
 from hf_fsdpturbo.loading.heads import FRESH_HEADS
 from hf_fsdpturbo.model_spec import find_experts
@@ -53,7 +55,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class ShardingReport:
-    """What was done, for the summary that rank 0 prints; ``fused_alone`` counts expert modules of one process."""
+    """What was done, for the summary that rank 0 prints; ``fused_alone`` counts expert modules of one process.
+
+    ``no_images`` says why batches with images are refused, None where they are not.
+    """
 
     topology: dict[str, int]
     dispatcher: str
@@ -65,6 +70,7 @@ class ShardingReport:
     fused_alone: int = 0
     notes: list[str] = field(default_factory=list)
     kernels: KernelReport | None = None
+    no_images: str | None = None
 
     def __str__(self) -> str:
         lines = [", ".join(f"{name}={size}" for name, size in self.topology.items())]
@@ -150,11 +156,17 @@ def nodes_in_words(sizes: Topology, dispatcher: str) -> list[str]:
 
 
 def parallelize_model(
-    model: PreTrainedModel, args: FSDPTurboArguments, state: FSDPTurboParallelState, *, head_unit: bool = False
+    model: PreTrainedModel,
+    args: FSDPTurboArguments,
+    state: FSDPTurboParallelState,
+    *,
+    head_unit: bool = False,
+    with_images: bool = False,
 ) -> tuple[PreTrainedModel, ShardingReport]:
     """Shard a model in place, whole on meta or on any device, over the meshes of ``state``.
 
-    ``head_unit``: the LM head may be a unit, since nobody reads its weight outside its forward.
+    ``head_unit``: the LM head may be a unit, since nobody reads its weight outside its forward. ``with_images``: some
+    batches may have images (or sound), on some ranks.
 
     Raises:
         ValueError: sizes that do not fit the model.
@@ -194,6 +206,8 @@ def parallelize_model(
     compute = options["mp_policy"].param_dtype
     float32 = float32_parameters(model, compute)
     compute_as_autocast(model, state.device_type, compute)
+    report.no_images = why_not(model, counts, state.topology.cp_size, with_images)
+    images = beside_text(model) if report.no_images is None else None
     units = outer_fully_shard(
         model,
         state.dense_mesh,
@@ -202,7 +216,11 @@ def parallelize_model(
         root_options=_root_options(model, options),
         float32=float32,
         head_unit=head_unit,
+        in_root=images.parameters if images is not None else (),
     )
+    if images is not None:
+        TowerUse(model, images, torch.device(state.device_type))
+        report.notes.append(f"images: {', '.join(images.towers)} in the root unit, whole on every rank in a step")
     report.dense_units = len(units.names)
     check_ownership(model, free | unmanaged | units.whole)
     model.register_forward_hook(reshard_without_backward)

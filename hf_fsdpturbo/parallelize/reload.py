@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_fsdpturbo.checkpoint import dcp
+from hf_fsdpturbo.images import tower_use
 from hf_fsdpturbo.loading.seam import load_sharded
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import parallelize_model, shard_device
@@ -27,7 +28,7 @@ def reload_weights(
     if state is None:
         fresh = loader(directory)
     else:
-        placed = partial(parallelize_model, args=config, state=state)
+        placed = partial(parallelize_model, args=config, state=state, with_images=tower_use(model) is not None)
         fresh = load_sharded(
             directory,
             loader,

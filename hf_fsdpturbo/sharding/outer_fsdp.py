@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +86,7 @@ def outer_fully_shard(
     root_options: dict[str, Any] | None = None,
     float32: set[nn.Parameter] | None = None,
     head_unit: bool = False,
+    in_root: Collection[nn.Parameter] = (),
 ) -> OuterUnits:
     """Shard everything that is not ignored, layer by layer, then what is left of the root.
 
@@ -97,13 +99,15 @@ def outer_fully_shard(
         float32: parameters that compute in float32 whatever the policy says. Where they are few beside others, small
             ones stay whole on every rank (see unit_dtypes.py), and their gradients must be averaged.
         head_unit: make the LM head a unit where it can be one; whoever uses its weight calls it as a module.
+        in_root: parameters whose layers are no units, since not every rank calls them (images/towers.py says why).
     """
     copy_large_gradients_by_chunk()
     units = OuterUnits()
     names = {id(module): name for name, module in model.named_modules()}
     head, managed = _head_weight(model), set(ignored)
     alone = [module for module in [head_alone(model)] if head_unit and module is not None]
-    for layer in (*decoder_layers(model), *alone, model):
+    layers = [layer for layer in decoder_layers(model) if not set(layer.parameters()) & set(in_root)]
+    for layer in (*layers, *alone, model):
         # The embedding and the head are wanted again as soon as backward starts: kept whole until then, as FSDP does
         # with the root by itself. After a forward without backward, the trainer reshards.
         whole = {"reshard_after_forward": False}
@@ -184,13 +188,10 @@ def check_ownership(model: nn.Module, free: set[nn.Parameter]) -> None:
         RuntimeError: names of parameters that are managed twice or not at all (a fault of ours, not of the user).
     """
     managed: Counter[tuple[int, str]] = Counter()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in _parameter_groups(module):
-                for fsdp_parameter in group.fsdp_params:
-                    info = fsdp_parameter._module_info
-                    managed[id(info.module), info.param_name] += 1
-                    managed.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
+    for fsdp_parameter in managed_parameters(model):
+        info = fsdp_parameter._module_info
+        managed[id(info.module), info.param_name] += 1
+        managed.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
     wrong: dict[str, int] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -199,6 +200,19 @@ def check_ownership(model: nn.Module, free: set[nn.Parameter]) -> None:
                 wrong[f"{module_name}.{name}" if module_name else name] = count
     if wrong:
         raise RuntimeError(f"Sharding must manage every parameter once, but these are managed so often: {wrong}.")
+
+
+def owner_of(record: Any) -> nn.Module:
+    """The module that holds a managed parameter."""
+    return record._module_info.module
+
+
+def managed_parameters(model: nn.Module) -> Iterator[Any]:
+    """FSDP's record (``FSDPParam``) of each parameter that it manages."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _parameter_groups(module):
+                yield from group.fsdp_params
 
 
 def _parameter_groups(module: FSDPModule) -> list[Any]:

@@ -22,6 +22,8 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from hf_fsdpturbo.images import PER_SAMPLE, images_of_first, is_of_images
+
 
 class GatheredRows:
     """Stands in for both gather methods of an accelerator, from :meth:`install` on.
@@ -153,32 +155,36 @@ class GatheredRows:
         Where a batch mixes real samples and repeats, the mean over the real ones is then the loss; what else came out
         has the shape that the whole batch gives.
         """
-        count = self.mine()
+        count, images_B = self.mine(), inputs.pop(PER_SAMPLE, None)
         if count is None:
             return compute(inputs)
         try:
-            loss, logits, labels = compute(self._cut(inputs, count))
+            loss, logits, labels = compute(self._cut(inputs, count, images_B))
             return loss, self._filled(logits), self._filled(labels)
         finally:
             self.is_cut = False
 
-    def _cut(self, inputs: dict[str, Any], count: int) -> dict[str, Any]:
+    def _cut(self, inputs: dict[str, Any], count: int, images_B: Tensor | None = None) -> dict[str, Any]:
         """The first ``count`` samples of a batch of tensors ``[m*B, ...]``; as it is where rows are not samples.
 
-        Samples of a batch ``[1, T]`` (``padding_free``, packing) follow each other in one row.
+        Samples of a batch ``[1, T]`` (``padding_free``, packing) follow each other in one row. ``images_B`` counts the
+        images of each sample.
         """
         size = self._batch_size()
-        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        every = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in every.items() if not is_of_images(name)}
         ids = tensors.get("input_ids")
         if ids is not None and ids.ndim == 2 and ids.shape[0] == 1 < size:
             real = self._tokens_in_a_row(ids, count)
             tokens = {name: value[:, :real] for name, value in tensors.items() if value.shape[:2] == ids.shape}
             return {**inputs, **tokens}
-        if any(not tensor.ndim or tensor.shape[0] % size for tensor in tensors.values()):
+        images = images_of_first({name: every[name] for name in every.keys() - tensors.keys()}, images_B, count)
+        if images is None or any(not tensor.ndim or tensor.shape[0] % size for tensor in tensors.values()):
             return inputs
         self.is_cut = True
         rows = {name: tensor.unflatten(0, (-1, size))[:, :count].flatten(0, 1) for name, tensor in tensors.items()}
-        return {**inputs, **rows}
+        others = {name: value for name, value in inputs.items() if not is_of_images(name)}
+        return {**others, **rows, **images}
 
     def _tokens_in_a_row(self, ids: Tensor, count: int) -> int:
         """Tokens of this rank's ``count`` real samples, which begin a row ``[1, T]``; T if they are not found there.

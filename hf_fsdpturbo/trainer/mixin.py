@@ -131,8 +131,9 @@ class FSDPTurboTrainerMixin:
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
         dataset = self._batches.stream(dataset, self.args.accelerator_config.dispatch_batches)
-        with checked_batches(self, dataset):
-            return super()._get_dataloader(dataset, *args, **kwargs)  # type: ignore[misc]
+        evaluates = self._rows is not None and not kwargs.get("is_training")
+        with checked_batches(self, dataset, counts_images=evaluates) as checked:
+            return super()._get_dataloader(checked, *args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
@@ -149,8 +150,8 @@ class FSDPTurboTrainerMixin:
         self.state.num_input_tokens_seen = self._batches.tokens_seen(before, self.state.num_input_tokens_seen)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Refuse image batches: a rank without images would not join the others in its vision tower."""
-        refusals.refuse_images(inputs, self.parallel_state)
+        """Refuse images where a rank without would not join the others."""
+        refusals.refuse_images(inputs, self.sharding_report)
         return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     # Steps

@@ -27,6 +27,8 @@ def add_reference(
     given: GivenArguments,
     config: FSDPTurboArguments,
     state: FSDPTurboParallelState | None,
+    *,
+    with_images: bool = False,
 ) -> None:
     """Replace ``ref_model`` in the trainer's arguments by a sharded model; call it before the policy is sharded.
 
@@ -63,10 +65,11 @@ def add_reference(
             state,
             defaults=as_policy,
             use_dcp_path=not own,
+            with_images=with_images,
             quantization_config=given.get("quantization_config"),
         )
     elif isinstance(reference, nn.Module):
-        reference, _ = shard_given_model(reference, config, state, use_dcp_path=False)
+        reference, _ = shard_given_model(reference, config, state, use_dcp_path=False, with_images=with_images)
     given["ref_model"] = reference
 
 

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_fsdpturbo import compat
+from hf_fsdpturbo.images import IMAGE_KEYS
 from hf_fsdpturbo.lora.adapter_files import is_adapter, is_peft
-from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
+from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
 from hf_fsdpturbo.quantisation import refuse_quantised
 from hf_fsdpturbo.quantised.asked import asked_for
@@ -28,7 +29,6 @@ PACKAGES_OF_REPORTS = {
     "clearml": "clearml",
 }
 """Values of report_to whose absence Transformers finds out only when it makes the callback, and what each needs."""
-IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "image_sizes")
 
 
 def is_transformers_model(model: Any) -> bool:
@@ -210,22 +210,22 @@ def refuse_resizing(model: Any) -> None:
     model.resize_token_embeddings = refuse
 
 
-def refuse_images(inputs: Any, state: FSDPTurboParallelState | None) -> None:
-    """Refuse batches with images in runs of several processes.
+def refuse_images(inputs: Any, report: ShardingReport | None) -> None:
+    """Refuse batches with images where ranks without would not join those that have some.
 
-    A rank whose batch has none would skip the vision tower, and the ranks that gather its weights would wait for it.
+    Args:
+        inputs: a batch.
+        report: what was sharded, and why no images can be (None: all ranks join).
 
     Raises:
         ValueError: naming the keys.
     """
-    if state is None or not isinstance(inputs, Mapping):
+    why_not = None if report is None else report.no_images
+    if why_not is None or not isinstance(inputs, Mapping):
         return
     found = [key for key in IMAGE_KEYS if inputs.get(key) is not None]
     if found:
-        raise ValueError(
-            f"The batch has images ({found}), which are not supported with sharded vision towers yet. Train on text, "
-            "or in one process."
-        )
+        raise ValueError(f"The batch has images ({found}), but {why_not}.")
 
 
 def aux_loss_warning(trainer_class: type, model: Any, config: Any) -> str | None:

@@ -15,8 +15,9 @@ from transformers.trainer_utils import has_length
 
 from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.bounded import cut
+from hf_fsdpturbo.images import check_pictures, decode, may_have_images, note_images, undecoded
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
-from hf_fsdpturbo.ranks import FAILURES, agree, raise_named, rank, world_size
+from hf_fsdpturbo.ranks import FAILURES, agree, everyone, raise_named, rank, together, world_size
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 
 TEXTS = {"DPOTrainer": ("prompt", "chosen", "rejected"), "RewardTrainer": ("prompt", "chosen", "rejected")}
@@ -42,14 +43,10 @@ def refuse_rows(trainer_class: type, given: GivenArguments, config: Any) -> None
     if "SFTTrainer" in families:
         text = getattr(config, "dataset_text_field", None) or "text"
         columns = (text, "prompt", "completion", "messages")
-    for name in ("train_dataset", "eval_dataset"):
-        value = given.get(name)
-        parts = value if isinstance(value, Mapping) else {"": value}
-        for part, data in parts.items():
-            where = f"{name}{f' {part!r}' if part else ''}"
-            refuse_empty(where, data)
-            for column in columns if given.get("formatting_func") is None else ():
-                _refuse_column(where, data, column, is_text=column == text)
+    for where, data in _data_sets(given):
+        refuse_empty(where, data)
+        for column in columns if given.get("formatting_func") is None else ():
+            _refuse_column(where, data, column, is_text=column == text)
 
 
 def refuse_empty(where: str, data: Any) -> None:
@@ -60,6 +57,36 @@ def refuse_empty(where: str, data: Any) -> None:
     """
     if has_length(data) and len(data) == 0:
         raise ValueError(f"{where} has no rows. Correct the data files, the split or the filter.")
+
+
+def refuse_pictures(trainer_class: type, given: GivenArguments) -> None:
+    """Look at the pictures of TRL's columns, each rank at a share of the rows. Collective.
+
+    Raises:
+        ValueError: naming data set, row, column and file; on every rank.
+    """
+    if not trl_classes(trainer_class):
+        return
+    with together("looking at the pictures"):
+        from trl.data_utils import prepare_multimodal_messages
+
+        for where, data in _data_sets(given):
+            check_pictures(where, data, rank(), world_size(), prepare_multimodal_messages)
+
+
+def some_rank_may_have_images(given: GivenArguments) -> bool:
+    """Whether some rank's batches may have images; the same on all ranks. Collective."""
+    with together("reading the columns of the data sets"):
+        mine = may_have_images([given.get("train_dataset"), given.get("eval_dataset")], given.get("data_collator"))
+    return any(everyone(mine))
+
+
+def _data_sets(given: GivenArguments) -> Iterator[tuple[str, Any]]:
+    for name in ("train_dataset", "eval_dataset"):
+        value = given.get(name)
+        parts = value if isinstance(value, Mapping) else {"": value}
+        for part, data in parts.items():
+            yield f"{name}{f' {part!r}' if part else ''}", data
 
 
 def _refuse_column(where: str, data: Any, column: str, is_text: bool) -> None:
@@ -120,18 +147,26 @@ class TokensInRange:
     Args:
         collate: the trainer's own.
         rows: of the model's embedding.
+        counts_images: add how many images each row has, for an evaluation that leaves out rows.
+        decoders: of the columns of images that the data set leaves undecoded.
     """
 
-    def __init__(self, collate: Any, rows: int) -> None:
-        self.collate, self.rows = collate, rows
+    def __init__(
+        self, collate: Any, rows: int, *, counts_images: bool = False, decoders: Mapping[str, Any] | None = None
+    ) -> None:
+        self.collate, self.rows, self.counts_images, self.decoders = collate, rows, counts_images, decoders
 
     def __call__(self, features: Any) -> Any:
         """The batch of ``collate``.
 
         Raises:
-            ValueError: naming key, row and id.
+            ValueError: naming key, row and id; or column and file of an image.
         """
+        if self.decoders:
+            decode(features, self.decoders)
         batch = self.collate(features)
+        if self.counts_images:
+            note_images(batch, features)
         for key, value in batch.items() if isinstance(batch, Mapping) else ():
             if not isinstance(value, Tensor) or not value.numel():
                 continue
@@ -156,8 +191,8 @@ class TokensInRange:
 
 
 @contextlib.contextmanager
-def checked_batches(trainer: Any, dataset: Any) -> Iterator[None]:
-    """While open, the data loader that the trainer makes has :class:`TokensInRange` round its collator.
+def checked_batches(trainer: Any, dataset: Any, counts_images: bool = False) -> Iterator[Any]:
+    """While open, the data loader that the trainer makes of the yielded data set has :class:`TokensInRange` in it.
 
     Raises:
         ValueError: the data set has no rows, or has lost them all while it was prepared.
@@ -169,11 +204,12 @@ def checked_batches(trainer: Any, dataset: Any) -> Iterator[None]:
         )
     own, rows = trainer.data_collator, embedding_rows(trainer.model)
     if rows is None:
-        yield
+        yield dataset
         return
-    trainer.data_collator = TokensInRange(own, rows)
+    dataset, decoders = undecoded(dataset)
+    trainer.data_collator = TokensInRange(own, rows, counts_images=counts_images, decoders=decoders)
     try:
-        yield
+        yield dataset
     finally:
         trainer.data_collator = own
 

@@ -52,7 +52,7 @@ from hf_fsdpturbo.trainer.refusals import (
     refuse_resizing,
     refuse_unsharded,
 )
-from hf_fsdpturbo.trainer.rows import rank0_first, refuse_rows
+from hf_fsdpturbo.trainer.rows import rank0_first, refuse_pictures, refuse_rows, some_rank_may_have_images
 from hf_fsdpturbo.trainer.sigterm import AgreedStop
 from hf_fsdpturbo.trainer.start_summary import start_lines
 
@@ -148,16 +148,19 @@ class SetUp:
         given, config, state = self.given, self.config, self.parallel_state
         if state is not None:
             refuse_new_tokens(given, config)
-        add_reference(self.trainer_class, given, config, state)
+        refuse_pictures(self.trainer_class, given)
+        with_images = state is not None and some_rank_may_have_images(given)
+        add_reference(self.trainer_class, given, config, state, with_images=with_images)
         model = given.get("model")
         packed = frozen_in_four_bits(given, config)
         peft_config = None if state is None and not packed else given.get("peft_config")
         self.is_own_reference = state is not None and is_own_reference(given)
         if state is not None and is_adapter(model):
-            given["model"] = self._load_adapter(model)
+            given["model"] = self._load_adapter(model, with_images)
             self._used_up()
             return self.report
         more: dict[str, Any] = {"peft_config": peft_config, "head_unit": self.head.is_ours}
+        more["with_images"] = with_images
         more["quantization_config"] = given.get("quantization_config")
         if isinstance(model, str):
             self._keep_revision(model)
@@ -181,7 +184,7 @@ class SetUp:
             model, self.report = shard_given_model(model, self.config, None)
         return model
 
-    def _load_adapter(self, directory: str) -> nn.Module:
+    def _load_adapter(self, directory: str, with_images: bool = False) -> nn.Module:
         """The base that an adapter's files name, sharded while it loads, and the adapter filled from them.
 
         Raises:
@@ -205,6 +208,7 @@ class SetUp:
             self.config,
             self.parallel_state,
             peft_config=peft_config,
+            with_images=with_images,
             with_reference=self.is_own_reference,
             quantization_config=self.given.get("quantization_config"),
         )

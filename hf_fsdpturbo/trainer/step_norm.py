@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from hf_fsdpturbo import grad_norm
 from hf_fsdpturbo.checkpoint.dcp import unwrap_optimizer
+from hf_fsdpturbo.images import TowerUse, tower_use
 from hf_fsdpturbo.optim.one_pass import AdamW
 
 
@@ -23,6 +24,7 @@ class StepNorm:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.groups: list[grad_norm.ParameterGroup] | None = None
+        self.towers: TowerUse | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -38,7 +40,9 @@ class StepNorm:
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """The global norm, float32 scalar, before clipping to ``max_norm``; inf only measures. Collective."""
         if self.groups is None:
-            self.groups = grad_norm.parameter_groups(model)
+            self.groups, self.towers = grad_norm.parameter_groups(model), tower_use(model)
+        if self.towers is not None:
+            self.towers.settle()
         grad_norm.average_replicated_gradients_(self.groups)
         optimizer = self._own_optimizer()
         if optimizer is None or self._someone_looks():

@@ -35,6 +35,7 @@ BOTH = {**ACCUMULATE, **RECOMPUTE}
 ONE_GPU = False  # see tests/support/ranks_on_one_gpu.py
 BF16_LOSSES = 1e-3
 PACK = {"packing": True, "max_length": 32}
+PICTURES = [2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1]  # on one rank, on none, on the other
 
 
 def _fields(dispatcher: str | None = None, **sizes: Any) -> dict[str, Any]:
@@ -80,6 +81,9 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, tuple[str, str, dict[str, Any], dic
         "sft": ("sft", "qwen3_moe", {**BOTH, "pad_to_multiple_of": 8}, _fields("fused", ep_size=1, cp_size=2)),
         "qwen3_5": ("sft", "qwen3_5_moe", {"pad_to_multiple_of": 8}, _fields(ep_size=1, cp_size=2)),
     }),
+    "images": (2, 1, {"ep2": ("images", "qwen3_vl_moe", RECOMPUTE, _fields("fused", ep_size=2))}),
+    "images bf16": (2, 1, {"ep2": ("images", "qwen3_vl_moe", {**RECOMPUTE, "bf16": True}, _fields(ep_size=2))}),
+    "images cp2": (2, 2, {"cp2": ("images", "qwen3_vl_moe", RECOMPUTE, _fields(ep_size=1, cp_size=2))}),
     "offload": (2, 1, {"sft": ("sft", "qwen3_moe", ACCUMULATE,
                             _fields("fused", ep_size=2, dist_config={"offload_params": True}))}),
     "ep2 efsdp2": (4, 1, {"sft": ("sft", "qwen3_moe", BOTH, _fields("fused", ep_size=2))}),
@@ -94,13 +98,17 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, tuple[str, str, dict[str, Any], dic
 
 
 def make_run(kind: str, model: str, args: dict[str, Any], turbo: dict[str, Any], cpu: bool) -> Preference:
-    data: dict[str, Any] = pairs(48) if kind in ("dpo", "reward") else {"text": texts(48)}
+    data: Any = pairs(48) if kind in ("dpo", "reward") else {"text": texts(48)}
     more = {"peft_config": adapter_runs.lora()} if kind == "lora" else {}
-    trainer = "sft" if kind == "lora" else kind
+    trainer = "sft" if kind in ("lora", "images") else kind
+    if kind == "images":
+        data = str(Path(model).parent / "pictures")
+        args = {"train_sampling_strategy": "sequential", "max_length": None, "weight_decay": 0.1, **args}
     args = {"use_cpu": cpu, **args}
     if cpu and "offload_params" in turbo.get("dist_config", {}):
         turbo = {**turbo, "dist_config": {**turbo["dist_config"], "pin_memory": False}}
-    return Preference(Run(model=model, data=data, args=args, turbo=turbo, trainer=trainer, trainer_kwargs=more))
+    with_images = kind == "images"
+    return Preference(Run(model, data, args, turbo, trainer=trainer, trainer_kwargs=more, with_images=with_images))
 
 
 def ranks(folder: Path) -> None:
@@ -247,6 +255,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as top, concurrent.futures.ThreadPoolExecutor(a.side_by_side) as pool:
         for family in ("qwen3_moe", "qwen3_5_moe", "gpt_oss"):  # before the threads: imports are not made for them
             save_tiny(family, Path(top) / family, **({"layers": 4} if family == "qwen3_5_moe" else {}))
+        if any(name.startswith("images") for name in chosen):
+            from tests.support.tiny_pictures import save_pictures, save_tiny_vision
+
+            save_tiny_vision(Path(top) / "qwen3_vl_moe")
+            save_pictures(Path(top) / "pictures", PICTURES)
         places = [Path(top) / name.replace(" ", "_") for name in chosen]
         work = [
             pool.submit(moved, place, a.cpu, a.limit) if name == "checkpoint" else

@@ -71,6 +71,7 @@ def test_images_are_refused_and_the_aux_loss_is_told(tiny, tmp_path):
 
 @pytest.mark.parametrize("inputs", [None, {"input_ids": 1}, {"pixel_values": None}])
 def test_text_batches_pass(inputs):
+    from hf_fsdpturbo.parallelize.order import ShardingReport
     from hf_fsdpturbo.trainer.refusals import refuse_images
 
-    refuse_images(inputs, object())
+    refuse_images(inputs, ShardingReport({}, "eager", no_images="there is no tower"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from tests.support.topologies import fresh_state, plain_arguments
 
 LAYOUTS = {
     "ep2": {"ep_size": 2},
+    "ep4": {"ep_size": 4},
     "cp2": {"cp_size": 2},
+    "cp2_ep2": {"cp_size": 2, "ep_size": 2},
     "ep2_efsdp2": {"ep_size": 2, "efsdp_size": 2},
     "ep2_hsdp2": {"ep_size": 2, "mp_replicate_size": 2},
 }
@@ -21,17 +24,26 @@ def _arguments(bf16: bool) -> Any:
     return plain_arguments(bf16=bf16)
 
 
-def load(path: str, layout: str, *, dtype: str = "float32", bf16: bool | None = None) -> Any:
+def world_of(layout: str) -> int:
+    """Ranks of a layout."""
+    sizes = LAYOUTS[layout]
+    return math.prod(sizes.values())
+
+
+def load(
+    path: str, layout: str, *, dtype: str = "float32", bf16: bool | None = None, with_images: bool = False
+) -> Any:
     """A model by path, sharded, through the loader of TRL's trainers (the class that the checkpoint names).
 
-    ``dtype``: stored in. ``bf16``: compute in bf16; None: if stored in it.
+    ``dtype``: stored in. ``bf16``: compute in bf16; None: if stored in it. ``with_images``: batches may have some.
     """
     from hf_fsdpturbo import FSDPTurboSFTTrainer
     from hf_fsdpturbo.parallelize.build import build_model
 
     state = fresh_state(dist.get_world_size(), **LAYOUTS[layout])
     arguments = _arguments(dtype == "bfloat16" if bf16 is None else bf16)
-    return build_model(FSDPTurboSFTTrainer, path, arguments, state, defaults={"dtype": dtype})[0]
+    kwargs = {"defaults": {"dtype": dtype}, "with_images": with_images}
+    return build_model(FSDPTurboSFTTrainer, path, arguments, state, **kwargs)[0]
 
 
 def shard(model: Any, layout: str) -> Any:

@@ -23,6 +23,7 @@ import transformers.models.gpt_oss.modeling_gpt_oss  # noqa: F401
 import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 import transformers.models.qwen3_5_moe.modeling_qwen3_5_moe  # noqa: F401
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
+import transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe  # noqa: F401
 from trl import DPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401
 
 with contextlib.suppress(ImportError):  # an optional package

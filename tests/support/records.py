@@ -47,7 +47,8 @@ class Run:
         before_train: importable ``f(trainer) -> Any`` called before ``train()``; gives ``Record.extra["before"]``.
         after_train: the same after it, gives ``Record.extra["after"]``.
         model_kwargs: ``model_init_kwargs`` (TRL) or keywords of ``from_pretrained``.
-        eval_data: columns of the evaluation set.
+        eval_data: columns of the evaluation set, or its folder.
+        with_images: the checkpoint is a vision-language model's, and the trainer loads its processor itself.
         gradients: whether to record the gradients of every step (as the optimizer gets them, clipped).
         trainer_kwargs: further keywords of the trainer.
     """
@@ -62,7 +63,8 @@ class Run:
     before_train: Callable[[Any], Any] | None = None
     after_train: Callable[[Any], Any] | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
-    eval_data: dict[str, list[Any]] | None = None
+    eval_data: dict[str, list[Any]] | str | None = None
+    with_images: bool = False
     gradients: bool = True
     trainer_kwargs: dict[str, Any] = field(default_factory=dict)
 

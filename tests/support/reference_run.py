@@ -61,9 +61,10 @@ def _classes(family: str, turbo: bool) -> tuple[type, type]:
 
 def build_trainer(run: Run, turbo: bool, **more_args: Any) -> Any:
     """The (recording) trainer of a run; what users would write, nothing else."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+    if run.with_images:
+        import tests.support.tiny_pictures  # noqa: F401  (registers the processor)
     trainer_class, config_class = _classes(run.trainer, turbo)
     own = OWN_ARGS.get(run.trainer, {})
     arguments = {**DEFAULT_ARGS, **own, **run.args, **(run.turbo if turbo else {}), **more_args}
@@ -73,13 +74,14 @@ def build_trainer(run: Run, turbo: bool, **more_args: Any) -> Any:
     config = config_class(**arguments)
     model: Any = run.model
     if run.as_object or (run.trainer in PLAIN and not turbo):
-        model = AutoModelForCausalLM.from_pretrained(run.model, **{"dtype": torch.float32, **run.model_kwargs})
+        auto_class = AutoModelForImageTextToText if run.with_images else AutoModelForCausalLM
+        model = auto_class.from_pretrained(run.model, **{"dtype": torch.float32, **run.model_kwargs})
         if run.prepare is not None:
             run.prepare(model)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(run.model)
+    tokenizer = None if run.with_images else PreTrainedTokenizerFast.from_pretrained(run.model)
     # Folders written by Dataset.save_to_disk have a cache that all ranks see, as real data sets do.
-    data = Dataset.load_from_disk(run.data) if isinstance(run.data, str) else Dataset.from_dict(run.data)
-    evaluation = None if run.eval_data is None else Dataset.from_dict(run.eval_data)
+    data = _dataset(run.data)
+    evaluation = run.eval_data and _dataset(run.eval_data)
     kwargs = dict(run.trainer_kwargs)
     if run.trainer in PLAIN:
         from transformers import DataCollatorForLanguageModeling
@@ -95,6 +97,14 @@ def build_trainer(run: Run, turbo: bool, **more_args: Any) -> Any:
         record_gradients=run.gradients,
         **kwargs,
     )
+
+
+def _dataset(data: dict[str, list[Any]] | str) -> Any:
+    from datasets import Dataset
+
+    if isinstance(data, Dataset):
+        return data
+    return Dataset.load_from_disk(data) if isinstance(data, str) else Dataset.from_dict(data)
 
 
 def _tokenized(data: Any, tokenizer: Any) -> Any:

@@ -892,6 +892,20 @@ READ = (
         f"{TORCH}::test_fsdp_records_what_it_manages",
         "torch has a public way to ask",
     ),
+    *(
+        Row(
+            f"torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.{name}",
+            "read",
+            ("images/tower_use.py",),
+            why,
+            f"{TORCH}::test_fsdp_records_what_it_manages",
+            "the floor is torch 2.13, whose set_reduce_scatter_unused_params reduces zeros for a whole unit",
+        )
+        for name, why in (
+            ("unsharded_param", "zeros as the gradient of a tower that a rank has not run"),
+            ("sharded_param", "whether it trains"),
+        )
+    ),
     Row(
         "torch.distributed.fsdp._fully_shard._fsdp_collectives",
         "read",

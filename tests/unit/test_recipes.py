@@ -45,8 +45,9 @@ def test_recipe_parses(path: Path, tmp_path: Path):
 def test_an_unknown_key_is_an_error(path: Path, tmp_path: Path):
     recipe = tmp_path / path.name
     recipe.write_text(path.read_text() + "\nep_sise: 2\n")
+    arguments = ["--config", str(recipe), "--output_dir", str(tmp_path), "--use_cpu", "true"]
     with pytest.raises(ValueError, match="ep_sise"):
-        script_of(path).make_parser().parse_args_and_config(["--config", str(recipe), "--output_dir", str(tmp_path)])
+        script_of(path).make_parser().parse_args_and_config(arguments)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

@@ -51,6 +51,9 @@ def test_fsdp_records_what_it_manages(one_rank):
     state = layer._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     infos = [parameter._module_info for group in groups for parameter in group.fsdp_params]
+    records = [parameter for group in groups for parameter in group.fsdp_params]
+    assert all(record.sharded_param.requires_grad for record in records)
+    assert isinstance(type(records[0]).unsharded_param, property)
     assert {info.param_name for info in infos} == {"weight", "bias"}
     assert all(info.module is layer for info in infos)
     assert all(info.shared_modules == [] and info.shared_param_names == [] for info in infos)
