@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdpturbo.ranks import rank, world_size
+from hf_fsdpturbo.ranks import FAILURES, rank, world_size
 from hf_fsdpturbo.stacks import main_frames, waits_in
 
 POLL = 2.0
@@ -138,7 +138,7 @@ class Watcher:
         self.runs += 1
         try:
             yield
-        except Exception as error:
+        except FAILURES as error:
             with contextlib.suppress(RuntimeError, dist.DistError):  # the store is gone: so is its rank
                 self._left(f"left/{self.runs}", f"rank {rank()} left training with {type(error).__name__}: {error}")
             raise
