@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -198,6 +199,7 @@ def test_a_failing_rank_asks_nobody_about_a_background_save(monkeypatch):
         def __init__(self):
             self.parallel_state, self.model = object(), None  # sharded
             self.callback_handler = SimpleNamespace(callbacks=[])
+            self._hang, self._set_up = SimpleNamespace(end=lambda: None), SimpleNamespace(peak=Mock())
             self._saving = saving.Saving(self, SimpleNamespace(checkpoint_format=None, verify_checkpoint=True))
 
     waited = []
@@ -245,6 +247,7 @@ def test_true_from_a_command_line_means_the_newest(monkeypatch):
         def __init__(self):
             self.parallel_state, self.model = object(), None  # sharded
             self.callback_handler = SimpleNamespace(callbacks=[])
+            self._hang, self._set_up = SimpleNamespace(end=lambda: None), SimpleNamespace(peak=Mock())
             self._saving = saving.Saving(self, SimpleNamespace(checkpoint_format=None, verify_checkpoint=True))
             self.args = SimpleNamespace(
                 save_on_each_node=False, push_to_hub=False, output_dir="run", save_strategy="no"
