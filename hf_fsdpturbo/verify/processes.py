@@ -79,18 +79,25 @@ def launch(work: Callable[[], Any], world: int, folder: Path, seconds: float, *,
                 os.waitpid(pid, 0)
 
 
-def device_count() -> int:
-    """Accelerators of this machine, asked in a child: a process that has asked may not fork ranks."""
+def device_count() -> tuple[int, bool]:
+    """Accelerators of this machine, asked in a child: a process that has asked may not fork ranks.
+
+    Returns:
+        how many there are, and whether a forked process may use them: not where an import has started CUDA here (seen
+        on an H200 with bitsandbytes installed).
+    """
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.write(write, str(torch.accelerator.device_count() if torch.accelerator.is_available() else 0).encode())
+        usable = not torch.cuda._is_in_bad_fork()
+        count = torch.accelerator.device_count() if usable and torch.accelerator.is_available() else 0
+        os.write(write, f"{count} {int(usable)}".encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
-        text = answer.read()
+        count_text, _, usable_text = answer.read().partition(" ")
     os.waitpid(pid, 0)
-    return int(text or 0)
+    return int(count_text or 0), usable_text != "0"
 
 
 _number = 0

@@ -232,11 +232,16 @@ def begin(asked: Asked, tell: Callable[[str], None]) -> tuple[Proof, str]:
     """A proof on the devices of this machine, and what they are.
 
     Raises:
-        ValueError: accelerators were asked for and there is none.
+        ValueError: accelerators were asked for and there is none that a forked rank may use.
     """
     from hf_fsdpturbo.verify.processes import device_count, use_devices
 
-    count = 0 if asked.device == "cpu" else device_count()
+    count, usable = (0, True) if asked.device == "cpu" else device_count()
+    if asked.device == "accelerator" and not usable:
+        raise ValueError(
+            "--device accelerator: ranks are forked, and a package that was imported (bitsandbytes does) has started "
+            "CUDA already. Use cpu, or an environment without it."
+        )
     if asked.device == "accelerator" and not count:
         raise ValueError("--device accelerator: this machine has none. Use cpu.")
     cpu = count == 0 or (asked.device == "auto" and count < asked.layout.world)

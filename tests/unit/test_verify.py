@@ -345,3 +345,15 @@ def test_what_only_an_accelerator_has_is_replaced_with_a_note():
     assert len(notes) == 3
     fields, notes = carried(given, cpu=False)
     assert (fields["dist"], fields["attention"], notes) == ({"ep_dispatcher": "mc2"}, "flash_attention_2", ())
+
+
+def test_cuda_that_an_import_has_started_is_named(monkeypatch):
+    from types import SimpleNamespace
+
+    from hf_fsdpturbo.verify import processes, proof
+
+    assert processes.device_count() == (0, True)
+    monkeypatch.setattr(processes.torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert processes.device_count() == (0, False)
+    with pytest.raises(ValueError, match="--device accelerator.*started CUDA"):
+        proof.begin(SimpleNamespace(device="accelerator"), print)
