@@ -29,7 +29,7 @@ def sampled(run: Run) -> list[list[int]]:
     from transformers import TrainerCallback
 
     forget_accelerate()
-    trainer = build_trainer(run, True, output_dir="unused")
+    trainer = build_trainer(run, True)
     found: list[list[int]] = []
 
     class Samples(TrainerCallback):
@@ -48,7 +48,7 @@ def refused(run: Run) -> list[str]:
     from trl import BEMACallback
 
     forget_accelerate()
-    trainer = build_trainer(run, True, output_dir="unused")
+    trainer = build_trainer(run, True)
     said = []
     size = trainer.model.get_input_embeddings().weight.shape[0]
     trainer.model.resize_token_embeddings(size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -256,7 +257,7 @@ def _train(run: Run, **models: Any) -> None:
     from hf_fsdpturbo import FSDPTurboDPOConfig, FSDPTurboDPOTrainer
     from tests.support.tiny_models import tiny_tokenizer
 
-    args = FSDPTurboDPOConfig(output_dir="unused", use_cpu=True, bf16=False, report_to="none", **run.turbo)
+    args = FSDPTurboDPOConfig(output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to="none", **run.turbo)
     data = Dataset.from_dict(run.data)
     FSDPTurboDPOTrainer(args=args, train_dataset=data, processing_class=tiny_tokenizer(), **models)
 

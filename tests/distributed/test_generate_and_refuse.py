@@ -17,7 +17,7 @@ def generate(run: Run) -> list[list[int]]:
     """Rank function: each rank continues its own prompt; then parameters are shards again."""
     from torch.distributed.tensor import DTensor
 
-    trainer = build_trainer(run, turbo=True, output_dir="unused")
+    trainer = build_trainer(run, turbo=True)
     rank = trainer.args.process_index
     trainer.model.eval()
     with torch.no_grad():

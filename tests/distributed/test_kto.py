@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ def build(path: str, folder: str, turbo: dict[str, Any], args: dict[str, Any], l
     forget_accelerate()
     trainer_class, config_class = classes(bool(turbo))
     own = turbo or {"ddp_find_unused_parameters": True}
-    config = config_class(output_dir="unused", **{**DEFAULT_ARGS, "max_length": 48, **own, **args})
+    config = config_class(output_dir=tempfile.mkdtemp(), **{**DEFAULT_ARGS, "max_length": 48, **own, **args})
     return trainer_class(
         model=path,
         args=config,
@@ -122,7 +123,7 @@ def grpo(path: str) -> None:
     class MyTrainer(FSDPTurboTrainerMixin, GRPOTrainer):
         pass
 
-    config = MyConfig(output_dir="unused", use_cpu=True, bf16=False, report_to="none", ep_size=2, beta=0.1)
+    config = MyConfig(output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to="none", ep_size=2, beta=0.1)
     data = Dataset.from_dict({"prompt": ["one", "two"]})
     MyTrainer(
         model=path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -90,7 +91,7 @@ def classify(kind, path, turbo, ranks, accumulation=1):
     collator = transformers.DataCollatorForTokenClassification if kind == "tokens" else None
     size = 2 if turbo is not None else 2 * ranks
     arguments = {**DEFAULT_ARGS, "per_device_train_batch_size": size, "per_device_eval_batch_size": size}
-    arguments |= {"output_dir": "unused", "max_steps": 2, "gradient_accumulation_steps": accumulation}
+    arguments |= {"output_dir": tempfile.mkdtemp(), "max_steps": 2, "gradient_accumulation_steps": accumulation}
     trainer_class, config = transformers.Trainer, transformers.TrainingArguments
     if turbo is not None:
         trainer_class, config = hf_fsdpturbo.FSDPTurboTrainer, hf_fsdpturbo.FSDPTurboTrainingArguments

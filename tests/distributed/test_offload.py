@@ -35,7 +35,7 @@ def offloaded(run: Run) -> tuple[bool, bool]:
 
     from tests.support.reference_run import build_trainer
 
-    trainer = build_trainer(run, turbo=True, output_dir="unused")
+    trainer = build_trainer(run, turbo=True)
     units = [m._get_fsdp_state() for m in trainer.model.modules() if isinstance(m, FSDPModule)]
     groups = [group for state in units for group in getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])]
     experts = [m for n, m in trainer.model.named_modules() if n.endswith(".experts")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -156,7 +157,7 @@ def shards_then_whole(path: str, fault: bool) -> tuple[float, torch.Tensor]:
     from tests.support.spawn import init_gloo
 
     init_gloo()
-    args = FSDPTurboTrainingArguments(output_dir="unused", use_cpu=True, ep_size=2, report_to="none")
+    args = FSDPTurboTrainingArguments(output_dir=tempfile.mkdtemp(), use_cpu=True, ep_size=2, report_to="none")
     state = FSDPTurboParallelState.initialize(Topology.resolve(2, ep_size=2), "cpu")
     if fault:
         seam.draw_heads_whole, seam.initialise_as_usual = (lambda model: None), (lambda model: None)
