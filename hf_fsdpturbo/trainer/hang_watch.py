@@ -21,6 +21,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
 
 from hf_fsdpturbo.ranks import rank, world_size
 from hf_fsdpturbo.stacks import all_stacks, main_frames, stands_in, waiting
@@ -91,7 +92,7 @@ class HangWatch(TrainerCallback):
         """Between two steps of an evaluation the clock runs; metrics, after the last one, take what they take."""
         self.evaluated += 1
         loader: Any = kwargs.get("eval_dataloader")
-        more = hasattr(loader, "__len__") and self.evaluated < len(loader)
+        more = has_length(loader) and self.evaluated < len(loader)  # of a stream nobody knows
         self._goes_on() if more else self._stands_still()
 
     def end(self) -> None:

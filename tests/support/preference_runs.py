@@ -19,7 +19,7 @@ from tests.support.reference_run import (
 from tests.support.tiny_models import texts
 
 TIMES = ("runtime", "per_second", "preparation_time", "total_flos")
-TELEMETRY = ("memory_", "data_wait", "grad_norm_", "experts/")
+TELEMETRY = ("memory_", "data_wait", "grad_norm_", "experts/", "straggler_")
 """Of ours in training lines (docs/telemetry.md); rates are among the times."""
 
 
