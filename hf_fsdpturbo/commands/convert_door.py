@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from hf_fsdpturbo.bounded import cut
 from hf_fsdpturbo.commands.llamafactory import Converted, convert
 from hf_fsdpturbo.commands.one_line import OneLineParser, positive, refuse
 
@@ -27,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     recipe, launch = (options.out / f"{stem}_{kind}.yaml" for kind in ("recipe", "accelerate"))
     try:
         found = convert(options.file)
+        check(found, Path(options.file))
         devices = options.devices or processes(found)
         batch(found, devices)
         for path in (recipe, launch):
@@ -42,6 +44,21 @@ def main(argv: Sequence[str]) -> int:
     print(f"{recipe}\n{launch}")
     print(f"hf-fsdpturbo {found.command} --accelerate_config {launch} --config {recipe}")
     return 0
+
+
+def check(found: Converted, path: Path) -> None:
+    """Look at our own fields as a run does.
+
+    Raises:
+        ValueError: a wrong type, or a value out of range.
+    """
+    from hf_fsdpturbo.arguments.yaml_fields import check_yaml_fields  # late: --help needs no torch
+
+    ours: dict[str, Any] = {key: found.recipe[key] for key in ("kernel_config", "init_config") if key in found.recipe}
+    check_yaml_fields({**found.launch, **ours}, path)
+    micro = found.recipe.get("per_device_train_batch_size", 1)
+    if isinstance(micro, bool) or not isinstance(micro, int) or micro < 1:
+        raise ValueError(f"micro_batch_size must be a whole number of 1 or more, but it is {cut(micro)}.")
 
 
 def processes(found: Converted) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdpturbo.bounded import cut, read_settings
+from hf_fsdpturbo.commands.llamafactory_data import described_sets, mapping, named_sets
 
 SAME = {
     "model": "model_name_or_path",
@@ -75,7 +76,6 @@ STAGES = {"sft": "sft", "dpo": "dpo", "rm": "reward"}
 ATTENTION = {"fa2": "flash_attention_2", "flash_attention_2": "flash_attention_2", "sdpa": "sdpa", "eager": "eager",
              "disabled": "eager", "auto": None}  # fmt: skip
 PEFT = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
-BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 @dataclass
@@ -140,21 +140,15 @@ def training_arguments() -> set[str]:
     return {n.target.id for n in cls.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
 
 
-def _mapping(key: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{key} must be a mapping, but it is {cut(value)}.")
-    return value
-
-
 def _stage(found: Converted, value: Any, *_: Any) -> None:
-    if value not in STAGES:
+    if not isinstance(value, str) or value not in STAGES:
         raise ValueError(f"stage={cut(value)} has no recipe here: there are {', '.join(STAGES)}.")
     found.command = STAGES[value]
 
 
 def _finetuning(found: Converted, value: Any, *_: Any) -> None:
     if value not in ("full", "lora"):
-        raise ValueError(f"{REFUSED.get(value, f'finetuning_type={cut(value)}: full and lora are known')}.")
+        raise ValueError(f"{REFUSED.get(str(value), f'finetuning_type={cut(value)}: full and lora are known')}.")
     found.recipe |= {"use_peft": True} if value == "lora" else {}
 
 
@@ -166,7 +160,7 @@ def _targets(found: Converted, value: Any, *_: Any) -> None:
 
 
 def _peft(found: Converted, value: Any, *_: Any) -> None:
-    for key, item in _mapping("peft_config", value).items():
+    for key, item in mapping("peft_config", value).items():
         if key == "name" and item != "lora":
             raise ValueError(f"peft_config name={cut(item)}: only lora is known.")
         if key == "target_modules":
@@ -179,7 +173,7 @@ def _peft(found: Converted, value: Any, *_: Any) -> None:
 
 
 def _dist(found: Converted, value: Any, *_: Any) -> None:
-    config = dict(_mapping("dist_config", value))
+    config = dict(mapping("dist_config", value))
     name = config.get("name", "fsdpturbo")
     if name != "fsdpturbo":
         found.notes.append(("dist_config.name", f"{name} became our FSDP2; set ep_size to spread the experts"))
@@ -194,7 +188,7 @@ def _dist(found: Converted, value: Any, *_: Any) -> None:
 
 
 def _kernels(found: Converted, value: Any, *_: Any) -> None:
-    config = dict(_mapping("kernel_config", value))
+    config = dict(mapping("kernel_config", value))
     if config.get("include_kernels") in ("auto", True):
         config.pop("include_kernels")
         found.notes.append(("kernel_config.include_kernels", "left out: all operators are the default"))
@@ -208,7 +202,7 @@ def _v1_kernels(found: Converted, value: Any, *_: Any) -> None:
 
 
 def _attention(found: Converted, value: Any, *_: Any) -> None:
-    if value not in ATTENTION:
+    if not isinstance(value, str) or value not in ATTENTION:
         raise ValueError(f"flash_attn={cut(value)} is not known here: there are {', '.join(ATTENTION)}.")
     if ATTENTION[value] is not None:
         found.recipe["attn_implementation"] = ATTENTION[value]
@@ -225,7 +219,7 @@ def _global_batch(found: Converted, value: Any, *_: Any) -> None:
 
 
 def _quantised(found: Converted, value: Any, *_: Any) -> None:
-    bits = value if isinstance(value, int) else _mapping("quant_config", value).get("quantization_bit")
+    bits = value if isinstance(value, int) else mapping("quant_config", value).get("quantization_bit")
     if bits != 4:
         raise ValueError(f"quantization_bit={cut(bits)}: 4 bits are known (load_in_4bit).")
     found.recipe["load_in_4bit"] = True
@@ -237,44 +231,13 @@ def _warmup_ratio(found: Converted, value: Any, *_: Any) -> None:
 
 
 def _described(found: Converted, value: Any, folder: Path, given: Mapping[str, Any]) -> None:
-    """``train_dataset: data.yaml``: data sets by name, each with a file and a converter."""
-    path = folder / str(value)
-    if not path.is_file():
-        path = Path(str(value))
-    entries = _mapping(f"train_dataset {value}", read_settings(str(path)))
-    found.recipe["datasets"] = [_entry(name, _mapping(name, entry), path.parent) for name, entry in entries.items()]
+    found.recipe["datasets"] = described_sets(value, folder)
     found.notes.append(("train_dataset", CONVERTED_ROWS))
 
 
 def _named(found: Converted, value: Any, folder: Path, given: Mapping[str, Any]) -> None:
-    """``dataset: a,b``: names in ``dataset_info.json`` of ``dataset_dir``."""
-    base = folder / str(given.get("dataset_dir") or "data")
-    info = base / "dataset_info.json"
-    if not info.is_file():
-        raise ValueError(f"dataset={cut(value)}: {info} is not there. Convert where LlamaFactory's data folder lies.")
-    entries, wanted = _mapping(str(info), read_settings(str(info))), [n.strip() for n in str(value).split(",")]
-    missing = [name for name in wanted if name not in entries]
-    if missing:
-        raise ValueError(f"dataset={cut(value)}: {info} does not describe {', '.join(missing)}.")
-    samples = given.get("max_samples")
-    found.recipe["datasets"] = [_entry(n, {"num_samples": samples, **entries[n]}, base) for n in wanted]
+    found.recipe["datasets"] = named_sets(value, folder, given)
     found.notes.append(("dataset", CONVERTED_ROWS))
-
-
-def _entry(name: str, entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """One data set as TRL's ``datasets`` takes it."""
-    if entry.get("columns") or entry.get("tags"):
-        raise ValueError(f"data set {name} renames columns or tags. Rename them in its file, then convert again.")
-    split = "train" if not entry.get("num_samples") else f"train[:{entry['num_samples']}]"
-    if entry.get("hf_hub_url"):
-        return {"path": entry["hf_hub_url"], "split": split}
-    if not entry.get("file_name"):
-        raise ValueError(f"data set {name} has neither file_name nor hf_hub_url.")
-    file = Path(entry.get("dataset_dir") or folder) / str(entry["file_name"])
-    builder = BUILDERS.get(file.suffix)
-    if builder is None:
-        raise ValueError(f"data set {name}: {file} must end in one of {sorted(BUILDERS)}.")
-    return {"path": builder, "data_files": str(file), "split": split}
 
 
 _SPECIAL = {

@@ -89,10 +89,15 @@ def device_count() -> tuple[int, bool]:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        usable = not torch.cuda._is_in_bad_fork()
-        count = torch.accelerator.device_count() if usable and torch.accelerator.is_available() else 0
-        os.write(write, f"{count} {int(usable)}".encode())
-        os._exit(0)
+        count, usable = torch.accelerator.device_count() if torch.accelerator.is_available() else 0, True
+        try:
+            if count:
+                torch.empty(1, device=torch.accelerator.current_accelerator())
+        except RuntimeError:
+            count, usable = 0, False
+        finally:
+            os.write(write, f"{count} {int(usable)}".encode())
+            os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
         count_text, _, usable_text = answer.read().partition(" ")

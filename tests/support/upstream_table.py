@@ -649,14 +649,6 @@ READ = (
         "it has a public name",
     ),
     Row(
-        "torch.cuda._is_in_bad_fork",
-        "read",
-        ("verify/processes.py",),
-        "whether an import has started CUDA, so that forked ranks could not use it",
-        "test_upstream_table.py::test_every_name_exists",
-        "it has a public name",
-    ),
-    Row(
         "torch._C._current_graph_task_id",
         "read",
         ("telemetry/real_tokens.py",),

@@ -117,6 +117,16 @@ def test_the_older_layout(folder):
     ("model: m\ndataset: other", ["'other'", "dataset_info.json"]),
     ("model: m\nmicro_batch_size: 3\nglobal_batch_size: 16", ["global_batch_size=16", "multiple of 3"]),
     ("- a list", ["mapping"]),
+    ("model: m\nstage: [sft]", ["stage=['sft']"]),
+    ("model: m\nflash_attn: [fa2]", ["flash_attn=['fa2']"]),
+    ("model: m\nfinetuning_type: {lora: 1}", ["finetuning_type="]),
+    ("model: m\nmicro_batch_size: 0\nglobal_batch_size: 16", ["micro_batch_size", "0"]),
+    ("model: m\ndist_config: {cp_size: [2]}", ["cp_size", "[2]"]),
+    ("model: m\ndist_config: {ep_size: [8, 4]}", ["ep_size", "[8, 4]"]),
+    ("model: m\ndp_size: -8", ["dp_size", "-8"]),
+    ("model: m\nkernel_config: {name: turbo}", ["kernel_config", "turbo"]),
+    ("model: m\ndataset: first\nmax_samples: -3", ["max_samples", "-3"]),
+    ("model: m\ntrain_dataset: rows.jsonl", ["train_dataset='rows.jsonl'", "file_name"]),
     ("model: m\nmodel: n", ["model"]),
 ])  # fmt: skip
 def test_bad_input_is_one_line(folder, capsys, text, words):

@@ -353,7 +353,9 @@ def test_cuda_that_an_import_has_started_is_named(monkeypatch):
     from hf_fsdpturbo.verify import processes, proof
 
     assert processes.device_count() == (0, True)
-    monkeypatch.setattr(processes.torch.cuda, "_is_in_bad_fork", lambda: True)
+    started = {"is_available": lambda: True, "device_count": lambda: 2, "current_accelerator": lambda: "no device"}
+    for name, answer in started.items():  # "no device": a RuntimeError, as of CUDA in a fork
+        monkeypatch.setattr(processes.torch.accelerator, name, answer)
     assert processes.device_count() == (0, False)
     with pytest.raises(ValueError, match="--device accelerator.*started CUDA"):
         proof.begin(SimpleNamespace(device="accelerator"), print)
