@@ -38,18 +38,18 @@ def packed_as(config: Mapping[str, Any], what: str) -> PackedAs | None:
     found = config.get("quantization_config") or (inner.get("quantization_config") if _is_mapping(inner) else None)
     if found is None:
         return None
-    method, known = _method(found), ", ".join(sorted(DEQUANTISED))
+    method, known = method_of(found), ", ".join(sorted(DEQUANTISED))
     if method not in DEQUANTISED:
         raise ValueError(
             f"{what} is quantised with quant_method={method!r}, which is not supported: {known} are dequantised while "
             "they load. Use its unquantised version."
         )
-    if _field(found, "modules_to_convert"):
+    if field_of(found, "modules_to_convert"):
         raise ValueError(
-            f"{what}: quantization_config modules_to_convert={_field(found, 'modules_to_convert')!r} is not "
+            f"{what}: quantization_config modules_to_convert={field_of(found, 'modules_to_convert')!r} is not "
             "supported: Transformers keeps such tables packed. Use its unquantised version."
         )
-    block = _field(found, "weight_block_size", (128, 128) if method == "fp8" else None)
+    block = field_of(found, "weight_block_size", (128, 128) if method == "fp8" else None)
     if method == "mxfp4" or block is None:
         return PackedAs(method)
     sizes = list(block) if isinstance(block, list | tuple) else [block]
@@ -84,11 +84,12 @@ def check_asked(setting: Any, release: PackedAs | None, what: str) -> None:
 
 def dequantised_by(setting: Any) -> str | None:
     """The method that a ``quantization_config`` asks to dequantise while loading; None where it asks for no such."""
-    method = _method(setting)
-    return method if method in DEQUANTISED and _field(setting, "dequantize") is True else None
+    method = method_of(setting)
+    return method if method in DEQUANTISED and field_of(setting, "dequantize") is True else None
 
 
-def _field(config: Any, name: str, default: Any = None) -> Any:
+def field_of(config: Any, name: str, default: Any = None) -> Any:
+    """A field of a quantisation config, which is an object of Transformers' or a mapping."""
     return config.get(name, default) if _is_mapping(config) else getattr(config, name, default)
 
 
@@ -96,8 +97,9 @@ def _is_mapping(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-def _method(config: Any) -> str:
-    method = _field(config, "quant_method")
+def method_of(config: Any) -> str:
+    """Its ``quant_method`` as text; "None" where it has none."""
+    method = field_of(config, "quant_method")
     return str(getattr(method, "value", method))
 
 
@@ -115,9 +117,9 @@ def refuse_settings(values: Mapping[str, Any], where: str = "") -> None:
         value = values.get(name)
         if not value or (name == "quantization_config" and dequantised_by(value) is not None):
             continue
-        if _method(value) in DEQUANTISED:
+        if method_of(value) in DEQUANTISED:
             raise ValueError(
-                f"{where}{name}: {DEQUANTISED[_method(value)]} without dequantize=True keeps weights packed, and "
+                f"{where}{name}: {DEQUANTISED[method_of(value)]} without dequantize=True keeps weights packed, and "
                 f"packed weights cannot be trained. Set dequantize to True, or leave {name} out: it is done anyway."
             )
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from hf_fsdpturbo.bounded import cut
+from hf_fsdpturbo import topology
 from hf_fsdpturbo.commands.llamafactory import Converted, convert
 from hf_fsdpturbo.commands.one_line import OneLineParser, positive, refuse
 
@@ -56,9 +56,7 @@ def check(found: Converted, path: Path) -> None:
 
     ours: dict[str, Any] = {key: found.recipe[key] for key in ("kernel_config", "init_config") if key in found.recipe}
     check_yaml_fields({**found.launch, **ours}, path)
-    micro = found.recipe.get("per_device_train_batch_size", 1)
-    if isinstance(micro, bool) or not isinstance(micro, int) or micro < 1:
-        raise ValueError(f"micro_batch_size must be a whole number of 1 or more, but it is {cut(micro)}.")
+    topology.positive("micro_batch_size", found.recipe.get("per_device_train_batch_size", 1))
 
 
 def processes(found: Converted) -> int:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hf_fsdpturbo.commands.one_line import OneLineParser, refuse
 
@@ -25,19 +25,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--merge", action="store_true", help="of a LoRA run: the merged model, not the adapter")
     parser.add_argument("--base", metavar="MODEL", help="base to merge into (default: what the adapter names)")
     options = parser.parse_args(list(argv))
+    return write(PROG, options.out, lambda: _export(options))
+
+
+def write(prog: str, out: str, files: Callable[[], list[str]]) -> int:
+    """Call ``files``, which writes weight files into ``out`` and names them; the exit status of the command.
+
+    ValueError is wrong input (2), OSError a disk that failed (1).
+    """
     try:
-        _check_folders(options.checkpoint, options.out)
-        names = _export(options)
+        names = files()
     except ValueError as error:
-        refuse(PROG, error)
+        refuse(prog, error)
     except OSError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1
-    print(f"{options.out}: {len(names)} weight file(s)")
+    print(f"{out}: {len(names)} weight file(s)")
     return 0
 
 
 def _export(options: argparse.Namespace) -> list[str]:
+    _check_folders(options.checkpoint, options.out)
     of_adapter = os.path.isfile(os.path.join(options.checkpoint, "adapter_config.json"))
     if options.base is not None and not options.merge:
         raise ValueError("--base is for --merge. Give --merge as well, or leave it out.")

@@ -44,8 +44,7 @@ def unknown_names(recipe: str, names: Iterable[str]) -> list[str]:
 def field_names(recipe: str) -> set[str] | None:
     """Fields of a recipe's dataclasses; None where a source or a class is not found."""
     try:
-        nodes = (node for source in _sources() for node in ast.parse(source).body)
-        classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+        classes = _classes(_sources())
         found = set(_PARSERS_OWN)
         for name in (_CONFIGS[recipe], *_BESIDE):
             found |= _fields(classes, name)
@@ -54,15 +53,33 @@ def field_names(recipe: str) -> set[str] | None:
     return found
 
 
+def stock_names() -> set[str]:
+    """Fields of ``transformers.TrainingArguments``.
+
+    Raises:
+        LookupError: it is not where this file looks for it.
+    """
+    return _fields(_classes(_of_package("transformers")), "TrainingArguments")
+
+
 def _sources() -> Iterator[str]:
     for path in (_OWN / "trl_configs.py", *sorted((_OWN / "arguments").glob("*.py"))):
         yield path.read_text(encoding="utf-8")
-    for package, files in _SOURCES.items():
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:
-            raise LookupError(package)
-        for file in files:
-            yield (Path(spec.origin).parent / file).read_text(encoding="utf-8")
+    for package in _SOURCES:
+        yield from _of_package(package)
+
+
+def _of_package(package: str) -> Iterator[str]:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise LookupError(package)
+    for file in _SOURCES[package]:
+        yield (Path(spec.origin).parent / file).read_text(encoding="utf-8")
+
+
+def _classes(sources: Iterable[str]) -> dict[str, ast.ClassDef]:
+    nodes = (node for source in sources for node in ast.parse(source).body)
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 
 
 def _fields(classes: dict[str, ast.ClassDef], name: str) -> set[str]:

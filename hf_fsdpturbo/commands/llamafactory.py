@@ -7,15 +7,15 @@ the older one (``stage``, ``finetuning_type``, ``model_name_or_path``). What a k
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hf_fsdpturbo.bounded import cut, read_settings
+from hf_fsdpturbo.commands.known_names import stock_names
 from hf_fsdpturbo.commands.llamafactory_data import described_sets, mapping, named_sets
+from hf_fsdpturbo.topology import positive
 
 SAME = {
     "model": "model_name_or_path",
@@ -110,7 +110,7 @@ def convert(path: str) -> Converted:
     if not {"model", "model_name_or_path"} & given.keys():
         raise ValueError(f"{path} names no model: LlamaFactory's `model` or `model_name_or_path` is missing.")
     found = Converted()
-    training = training_arguments()
+    training = stock_names()
     for key, value in given.items():
         if value is None:
             continue
@@ -128,16 +128,6 @@ def convert(path: str) -> Converted:
         else:
             raise ValueError(f"{key}={cut(value)} is not known here. Remove it, and see docs/from_llamafactory.md.")
     return found
-
-
-def training_arguments() -> set[str]:
-    """Fields of ``transformers.TrainingArguments``, read from its source: importing it takes seconds."""
-    spec = importlib.util.find_spec("transformers")
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse(Path(spec.origin).with_name("training_args.py").read_text(encoding="utf-8"))
-    (cls,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "TrainingArguments"]
-    return {n.target.id for n in cls.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
 
 
 def _stage(found: Converted, value: Any, *_: Any) -> None:
@@ -213,9 +203,7 @@ def _no_checkpointing(found: Converted, value: Any, *_: Any) -> None:
 
 
 def _global_batch(found: Converted, value: Any, *_: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"global_batch_size must be a whole number of 1 or more, but it is {cut(value)}.")
-    found.batch = value
+    found.batch = positive("global_batch_size", value)
 
 
 def _quantised(found: Converted, value: Any, *_: Any) -> None:

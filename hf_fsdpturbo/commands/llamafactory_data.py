@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_fsdpturbo.bounded import cut, read_settings
 from hf_fsdpturbo.commands.data_file import FORMATS
+from hf_fsdpturbo.topology import positive
 
 
 def mapping(key: str, value: Any) -> Mapping[str, Any]:
@@ -62,9 +63,7 @@ def _entry(name: str, entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if entry.get("columns") or entry.get("tags"):
         raise ValueError(f"data set {name} renames columns or tags. Rename them in its file, then convert again.")
     samples = entry.get("num_samples")
-    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
-        raise ValueError(f"data set {name}: num_samples (max_samples) must be 1 or more, but it is {cut(samples)}.")
-    split = "train" if samples is None else f"train[:{samples}]"
+    split = "train" if samples is None else f"train[:{positive(f'num_samples (max_samples) of {name}', samples)}]"
     if entry.get("hf_hub_url"):
         return {"path": entry["hf_hub_url"], "split": split}
     if not entry.get("file_name"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 
-from hf_fsdpturbo.commands.export_door import check_out, size_in_bytes
-from hf_fsdpturbo.commands.one_line import OneLineParser, refuse
+from hf_fsdpturbo.commands.export_door import check_out, size_in_bytes, write
+from hf_fsdpturbo.commands.one_line import OneLineParser
 from hf_fsdpturbo.merge.adapter_config import find_base, read_adapter
 
 PROG = "hf-fsdpturbo merge"
@@ -20,17 +20,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--base", metavar="MODEL", help="folder or cached Hub id (default: what the adapter names)")
     parser.add_argument("--max-file-size", type=size_in_bytes, default="5GB", help="size of a weight file (5GB)")
     options = parser.parse_args(list(argv))
-    try:
-        check_out(options.out, "--out")
-        adapter = read_adapter(options.adapter)
-        base = find_base(adapter, options.base)
-        from hf_fsdpturbo.merge.merged_files import merge  # late: it brings torch, transformers and peft
+    return write(PROG, options.out, lambda: _merge(options))
 
-        names = merge(adapter, base, options.out, options.max_file_size)
-    except ValueError as error:
-        refuse(PROG, error)
-    except OSError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return 1
-    print(f"{options.out}: {len(names)} weight file(s)")
-    return 0
+
+def _merge(options: argparse.Namespace) -> list[str]:
+    check_out(options.out, "--out")
+    adapter = read_adapter(options.adapter)
+    base = find_base(adapter, options.base)
+    from hf_fsdpturbo.merge.merged_files import merge  # late: it brings torch, transformers and peft
+
+    return merge(adapter, base, options.out, options.max_file_size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_fsdpturbo import compat
-from hf_fsdpturbo.quantisation import SETTINGS, refuse_settings
+from hf_fsdpturbo.quantisation import SETTINGS, field_of, method_of, refuse_settings
 
 TYPES = ("nf4", "fp4")
 
@@ -31,13 +31,13 @@ class FourBit:
 
 
 def _field(config: Any, name: str, default: Any = None) -> Any:
-    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    value = field_of(config, name)
     return default if value is None else value
 
 
 def _is_four_bit(config: Any) -> bool:
-    method = str(getattr(_field(config, "quant_method"), "value", _field(config, "quant_method", "bitsandbytes")))
-    return bool(_field(config, "load_in_4bit")) and method == "bitsandbytes"
+    is_bitsandbytes = _field(config, "quant_method") is None or method_of(config) == "bitsandbytes"
+    return bool(_field(config, "load_in_4bit")) and is_bitsandbytes
 
 
 def asked_for(values: Mapping[str, Any], where: str = "") -> FourBit | None:
