@@ -14,6 +14,7 @@ watcher asks the store once in ``POLL`` seconds whether anybody waits.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -37,6 +38,14 @@ GOODBYE = 10.0
 """Seconds that a rank which raises leaves the others to end: it may be the one that serves the store."""
 TOGETHER = 2.0
 """Seconds between ranks that leave with one error, which all of them have."""
+LAST_ANSWER = 5.0
+"""Seconds that a process which ends leaves its watcher to hear from the store, which answers at once or is stopped."""
+
+# Note [A watcher ends before Python]
+# A thread that comes back from the store needs the interpreter's lock in a C++ destructor. If the interpreter is
+# ending meanwhile, Python ends the thread there, and C++ answers with abort(): "terminate called without an active
+# exception", exit code -6, after the model was saved. So the thread is ended and waited for at exit. Goes with
+# Python 3.14, which leaves such threads hanging instead.
 
 _watcher: Watcher | None = None
 
@@ -56,6 +65,8 @@ def this_rank() -> Watcher:
     global _watcher
     store = dist.distributed_c10d._get_default_store()
     if _watcher is None or _watcher.origin is not store:
+        if _watcher is not None:
+            _watcher.end()
         _watcher = Watcher(store)
     return _watcher
 
@@ -79,7 +90,16 @@ class Watcher:
         self.calls = self.runs = 0
         self.beats = 0
         self.place: tuple[Any, float] = (None, time.monotonic())
-        threading.Thread(target=self._watch, name="hf_fsdpturbo watcher", daemon=True).start()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="hf_fsdpturbo watcher", daemon=True)
+        self.thread.start()
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """End the thread and wait for it: see Note [A watcher ends before Python]."""
+        atexit.unregister(self.end)
+        self.ended.set()
+        self.thread.join(LAST_ANSWER)
 
     # A rank that calls
 
@@ -169,8 +189,7 @@ class Watcher:
     def _watch(self) -> None:
         """Until the process ends or the store is gone (its server's process has ended)."""
         try:
-            while True:
-                time.sleep(POLL)
+            while not self.ended.wait(POLL):
                 if self.answers.add("asking", 0) > 0:
                     self._answer()
                 else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -125,3 +127,19 @@ def test_where_a_main_thread_stands(monkeypatch):
     assert found["work"] == [None] * 6
     assert found["collective"][0] is None
     assert "all_reduce, called by" in (found["collective"][-1] or "")
+
+
+LEAVE = """
+import torch.distributed as dist
+from hf_fsdpturbo import watcher
+
+watcher.POLL = 1e-5
+store = dist.TCPStore("127.0.0.1", 0, 1, True)
+many = [watcher.Watcher(store) for _ in range(8)]
+"""
+
+
+def test_a_process_that_ends_while_watchers_ask_ends_with_0():
+    """Watchers that are not waited for abort it: the model is saved, and the launcher reports exit code -6."""
+    ended = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr[-2000:]
