@@ -124,6 +124,11 @@ class Slice:
         parts = index if isinstance(index, tuple) else () if index is ... else (index,)
         return in_full(self.packed, self._files.read, parts, dtype)
 
+    def as_stored(self, codes: tuple[slice, ...], scales: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """A part of the codes and one of the scales, as they lie packed."""
+        assert self.packed is not None
+        return self._files.read(*self.packed.weight, codes), self._files.read(*self.packed.scale, scales)
+
 
 def any_packed(sources: Mapping[str, Any], keys: Iterable[str]) -> bool:
     """Whether one of these tensors is stored as codes and scales."""

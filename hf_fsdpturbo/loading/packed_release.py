@@ -19,6 +19,7 @@ from hf_fsdpturbo.checkpoint.unused import Carried
 from hf_fsdpturbo.loading.open_files import Headers, OpenFiles
 from hf_fsdpturbo.quantisation import dequantised_by
 from hf_fsdpturbo.quantised.block_scales import AT_ONCE, Packed
+from hf_fsdpturbo.quantised.packed_weight import packed_weight
 from hf_fsdpturbo.ranks import rank
 
 GB = 1e9
@@ -58,14 +59,14 @@ def packed_of(headers: Headers) -> dict[str, Packed]:
 
 
 def report_packed(path: str, model: nn.Module, headers: Headers) -> None:
-    """Say once, on rank 0, what a packed release has become.
+    """Say once, on rank 0, what a packed release has become; of what stays in 4 bits the run's summary speaks.
 
     Args:
         path: of the release, as the user gave it.
         model: loaded.
         headers: of its files.
     """
-    packed = packed_of(headers)
+    packed = {key: tensor for key, tensor in packed_of(headers).items() if packed_weight(model, key) is None}
     if not packed or path in _said or rank() != 0:
         return
     _said.add(path)

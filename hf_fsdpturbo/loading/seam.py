@@ -26,6 +26,7 @@ from hf_fsdpturbo.loading.packed_release import built_in_full, packed_of, report
 from hf_fsdpturbo.loading.source_map import SourceMap
 from hf_fsdpturbo.loading.unused_keys import settle_unused
 from hf_fsdpturbo.loading.whole_sources import exact_conversions
+from hf_fsdpturbo.quantised.block_scales import Packed
 from hf_fsdpturbo.ranks import raised_on_every_rank
 from hf_fsdpturbo.shards import own_storage
 
@@ -65,6 +66,7 @@ def load_sharded(
     device: torch.device,
     drop_unused: bool = False,
     check_loading: str = "sample",
+    know: Callable[[dict[str, Packed]], None] = lambda packed: None,
     **from_pretrained_kwargs: Any,
 ) -> nn.Module:
     """Build and load a model that is sharded by ``shard`` before its weights are read.
@@ -76,6 +78,7 @@ def load_sharded(
         device: where shards and non-persistent buffers live.
         drop_unused: tensors of the checkpoint that the model class does not use are not carried into exports.
         check_loading: how much is compared with the files afterwards: ``sample``, ``full`` or ``off``.
+        know: called with the tensors that the files hold packed, by key, before ``shard``.
         from_pretrained_kwargs: passed on (``dtype``, ``attn_implementation``, ...).
 
     Raises:
@@ -95,6 +98,7 @@ def load_sharded(
         there = there or cached_headers(path, from_pretrained_kwargs)
         files = OpenFiles(*there)
         keep_float32(model)
+        know(files.packed)
         with same_random_state(device):
             model = shard(model)
         draw_heads_whole(model)
@@ -135,11 +139,12 @@ def load_whole(
     build: Callable[..., tuple[nn.Module, dict[str, Any]]],
     drop_unused: bool = False,
     prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
+    know: Callable[[dict[str, Packed]], None] = lambda packed: None,
     **from_pretrained_kwargs: Any,
 ) -> nn.Module:
     """Load a model whole on the CPU, checked as :func:`load_sharded` does; no collective, so it may fail here alone.
 
-    ``prepare`` gets the model on meta, before its weights are read, and returns it.
+    ``prepare`` gets the model on meta, before its weights are read, and returns it; ``know`` as there.
 
     Raises:
         ValueError: as in :func:`load_sharded`, on this rank.
@@ -153,6 +158,7 @@ def load_whole(
         nonlocal there
         there = there or cached_headers(path, from_pretrained_kwargs)
         unknown.extend(check_headers(cast(Any, model), *there))
+        know(packed_of(there[1]))
         return prepare(model)
 
     def packed() -> OpenFiles | None:

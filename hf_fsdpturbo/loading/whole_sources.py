@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,7 @@ from hf_fsdpturbo.loading.conversions import (
     source_regions,
     stacked,
 )
+from hf_fsdpturbo.loading.kept_packed import kept_packed
 from hf_fsdpturbo.loading.open_files import Slice, any_packed
 from hf_fsdpturbo.loading.source_map import SourceMap, map_sources
 from hf_fsdpturbo.shards import like, local_box, local_tensor
@@ -84,6 +86,8 @@ def exact_conversions(
         info, index = own(model, rest, load_config, disk_offload_index)
         with ThreadPoolExecutor(READERS, "read weights") as pool:
             for conversion in apart:
+                if kept_packed(model, conversion, state_dict, device, info):
+                    continue
                 read = reader(state_dict, found.dtypes[conversion.name], device if stacked(conversion) else None)
                 load_apart(model, conversion, found.sources_of(conversion), read, device, info, pool)
         return info, index
@@ -271,7 +275,7 @@ def convert(
                 index = tuple(slice(*parts[key].get(dim, (0, size))) for dim, size in enumerate(sources[key]))
                 if converter is None:
                     return {conversion.name: read(key, index)}
-                later = _later(read, key, index) if pool is None else pool.submit(read, key, index)
+                later = partial(read, key, index) if pool is None else pool.submit(read, key, index)
                 converter.add_tensor(conversion.name, key, pattern, later)
     shown = {name: _empty(to, region, "meta") for name, to in targets.items()}
     try:
@@ -283,10 +287,6 @@ def convert(
 
 def _empty(target: Target, region: Region, device: str) -> Tensor:
     return torch.empty(region_shape(target.shape, region), dtype=target.dtype, device=device)
-
-
-def _later(read: Read, key: str, index: tuple[slice, ...]) -> Callable[[], Tensor]:
-    return lambda: read(key, index)
 
 
 def _failed(conversion: Conversion, error: BaseException) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdpturbo.model_spec import find_experts
+from hf_fsdpturbo.quantised.released_weight import plain_dtype
 from hf_fsdpturbo.sharding.expert_lora import FACTORS, is_param_wrapper, store_expert_first, to_expert_first
 from hf_fsdpturbo.shards import copy_full_tensor_, whole_tensor
 
@@ -273,7 +274,7 @@ def _draw_layer(layer: Any, adapter: str, kind: Any) -> None:
     for factor, linear in drawn.items():
         getattr(layer, factor)[adapter] = linear
     layer.reset_lora_parameters(adapter, kind)
-    base_dtype = (layer.get_param() if is_param_wrapper(layer) else layer.get_base_layer().weight).dtype
+    base_dtype = plain_dtype(layer.get_base_layer(), layer.parameter_name if is_param_wrapper(layer) else "weight")
     for factor, linear in stored.items():
         getattr(layer, factor)[adapter] = linear
         whole = drawn[factor].weight.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, set_seed
 
 from hf_fsdpturbo.loading.config_values import check_values
 from hf_fsdpturbo.loading.dtypes import store_parameters
-from hf_fsdpturbo.loading.files import WHERE, refuse_impossible, refuse_trusted_base
+from hf_fsdpturbo.loading.files import WHERE, base_of_adapter, refuse_impossible, refuse_trusted_base
 from hf_fsdpturbo.loading.from_dcp import load_dcp
 from hf_fsdpturbo.loading.from_rank0 import load_on_rank0, weights_from_rank0
 from hf_fsdpturbo.loading.heads import share_random_state
@@ -29,11 +29,11 @@ from hf_fsdpturbo.parallelize.order import (
     prepare_one_process,
     shard_device,
 )
-from hf_fsdpturbo.parallelize.quantise import filling_of
+from hf_fsdpturbo.parallelize.quantise import filling_of, kept_of
 from hf_fsdpturbo.parallelize.same_model import check_same_model
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
 from hf_fsdpturbo.parallelize.trainer_family import model_loader
-from hf_fsdpturbo.quantisation import check_asked, packed_as
+from hf_fsdpturbo.quantisation import PackedAs, check_asked, packed_as
 from hf_fsdpturbo.quantised.asked import take
 from hf_fsdpturbo.quantised.filling import Filling, reading
 from hf_fsdpturbo.ranks import raised_on_every_rank
@@ -62,7 +62,7 @@ def build_model(
 
     ``defaults`` are ``from_pretrained`` keywords below ``model_init_kwargs``. ``use_dcp_path=False``: the model is not
     the one that ``dist_config`` ``dcp_path`` is about (a reference of its own). With ``peft_config`` a sharded run
-    returns the PEFT model; in one process TRL makes it, but on quantised weights. ``quantization_config`` is the
+    returns the PEFT model; in one process TRL makes it, but on packed weights. ``quantization_config`` is the
     trainer's own, beside the one in ``model_init_kwargs``.
 
     Raises:
@@ -81,7 +81,11 @@ def build_model(
     with raised_on_every_rank(f"loading {path}"):
         refuse_trusted_base(path, bool(kwargs.get("trust_remote_code")))
         refuse_impossible(path, kwargs)
-        _check_config(path, kwargs, setting)
+        release = _check_config(path, kwargs, setting)
+    notes: list[str] = []
+    if filling is None and peft_config is not None and base_of_adapter(path) == path:
+        filling, notes = kept_of(release, setting, config)
+        kwargs["know"] = filling.know if filling is not None else lambda packed: None
     set_seed(cast(Any, config).seed)  # where TRL does it too: what a checkpoint lacks is drawn from here on
     adapter = Adapter(
         peft_config, head_unit=head_unit, with_images=with_images, with_reference=with_reference, filling=filling
@@ -91,7 +95,8 @@ def build_model(
             return _one_process(partial(load_whole, path, build, prepare=adapter.alone, **kwargs), adapter, config)
         with raised_on_every_rank(f"loading {path}"):
             model = load_whole(path, build, **kwargs)
-        return _filled(model, config, use_dcp_path), prepare_one_process(model, config, Topology.resolve(1))
+        report = prepare_one_process(model, config, Topology.resolve(1))
+        return _reported(_filled(model, config, use_dcp_path), report, filling, notes)
     check_gradient_scale(state, fsdp_options(config))
     device = shard_device(config)
     reports: list[ShardingReport] = []
@@ -101,7 +106,7 @@ def build_model(
         check_model(model, config, state)
         model, report = adapter.parallelize(model, config, state)
         _place_unsharded(model, config.device)
-        return adapter.finish(_filled(model, config, use_dcp_path), device), report
+        return _reported(adapter.finish(_filled(model, config, use_dcp_path), device), report, filling, notes)
 
     def shard(model: nn.Module) -> nn.Module:
         sharded, report = adapter.parallelize(model, config, state)
@@ -117,7 +122,7 @@ def build_model(
         model = load_sharded(path, build, shard, device=device, check_loading=config.check_loading, **kwargs)
     if device != config.device:
         _place_unsharded(model, config.device)
-    return _reported(adapter.finish(_filled(model, config, use_dcp_path), device), reports[0], filling)
+    return _reported(adapter.finish(_filled(model, config, use_dcp_path), device), reports[0], filling, notes)
 
 
 def _one_process(load: Callable[[], Any], adapter: Adapter, config: FSDPTurboArguments) -> tuple[Any, ShardingReport]:
@@ -127,9 +132,10 @@ def _one_process(load: Callable[[], Any], adapter: Adapter, config: FSDPTurboArg
     return _reported(model, prepare_one_process(base, config, Topology.resolve(1)), adapter.filling)
 
 
-def _reported(model: Any, report: ShardingReport, filling: Filling | None) -> tuple[Any, ShardingReport]:
-    if filling is not None:
-        report.notes.append(str(filling))
+def _reported(
+    model: Any, report: ShardingReport, filling: Filling | None, notes: Sequence[str] = ()
+) -> tuple[Any, ShardingReport]:
+    report.notes += [*notes, *([str(filling)] if filling is not None and filling.weights else [])]
     return model, report
 
 
@@ -141,14 +147,17 @@ def _filled(model: Any, config: FSDPTurboArguments, use_dcp_path: bool) -> Any:
     return model
 
 
-def _check_config(path: str, kwargs: dict[str, Any], setting: Any) -> None:
+def _check_config(path: str, kwargs: dict[str, Any], setting: Any) -> PackedAs | None:
+    """Refuse a config that cannot be; returns how the release is packed."""
     from transformers import AutoConfig
 
     where = {name: kwargs[name] for name in WHERE if kwargs.get(name)}
     loaded = AutoConfig.from_pretrained(path, trust_remote_code=kwargs.get("trust_remote_code", False), **where)
     values, what = loaded.to_dict(), f"The checkpoint {path}"
     check_values(f"The config of {path}", values)
-    check_asked(setting, packed_as(values, what), what)
+    release = packed_as(values, what)
+    check_asked(setting, release, what)
+    return release
 
 
 def shard_given_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +14,10 @@ from hf_fsdpturbo.expert_stacks import called_by, stack_names
 from hf_fsdpturbo.lora.adapter import trained_copies
 from hf_fsdpturbo.model_spec import find_experts
 from hf_fsdpturbo.parallelize.routed_experts import RoutedForward
+from hf_fsdpturbo.quantisation import PackedAs, dequantised_by
 from hf_fsdpturbo.quantised.asked import FourBit
-from hf_fsdpturbo.quantised.choice import choose
 from hf_fsdpturbo.quantised.filling import Filling
+from hf_fsdpturbo.quantised.kept_release import Kept
 from hf_fsdpturbo.sharding.expert_lora import base_module
 from hf_fsdpturbo.sharding.packed_experts import PackedExperts, has_packed_experts
 
@@ -31,6 +33,35 @@ def filling_of(asked: FourBit | None, config: FSDPTurboArguments) -> Filling | N
     """
     if asked is None:
         return None
+    for field, value, fix in _against(config):
+        raise ValueError(
+            f"{field} is {value!r}, which does not take weights in 4 bits (load_in_4bit). Set it to {fix!r}."
+        )
+    return Filling(asked, config.device)
+
+
+def kept_of(release: PackedAs | None, setting: Any, config: FSDPTurboArguments) -> tuple[Kept | None, list[str]]:
+    """The stacks of an MXFP4 release that stay packed beside an adapter, unless they are asked for in full.
+
+    Args:
+        release: how it says that it is packed.
+        setting: ``quantization_config`` of ``model_init_kwargs``.
+        config: the run's.
+
+    Returns:
+        them, or None; what the summary says where settings keep them from it.
+    """
+    if release is None or release.method != "mxfp4" or dequantised_by(setting) is not None:
+        return None, []
+    notes = [
+        f"experts in MXFP4 are dequantised: {field}={value!r} does not take packed weights"
+        for field, value, _ in _against(config)
+    ]
+    return (None if notes else Kept(config.device)), notes
+
+
+def _against(config: FSDPTurboArguments) -> Iterator[tuple[str, Any, Any]]:
+    """Settings that whole or float weights come by: field, value, and the value that it would have to have."""
     params = config.fsdpturbo_params
     for field, value, fix in (
         ("init_config", config.init_params.name, "init_on_meta"),
@@ -39,24 +70,21 @@ def filling_of(asked: FourBit | None, config: FSDPTurboArguments) -> Filling | N
         ("ep_backend", params.ep_backend, "torch"),
     ):
         if value != fix:
-            raise ValueError(
-                f"{field} is {value!r}, which does not take weights in 4 bits (load_in_4bit). Set it to {fix!r}."
-            )
-    return Filling(asked, config.device)
+            yield field, value, fix
 
 
 def choose_weights(model: Any, filling: Filling) -> None:
-    """Choose what is quantised of a model without adapters: linear layers but routers, and stacks of experts.
+    """Choose what is packed of a model without adapters: linear layers but routers, and stacks of experts.
 
     Raises:
-        ValueError: as :func:`quantised.choice.choose`.
+        ValueError: as ``filling.choose``.
     """
     experts = find_experts(model, 1)
     counts = {module.get_parameter(name).shape[0] for module in experts.values() for name in stack_names(module)}
     below = (child for router in find_routers(model, tuple(experts)).values() for child in router.modules())
     routers = {child for child in below if isinstance(child, nn.Linear) and child.out_features in counts}
     stacks = {name: stack_names(module) for name, module in experts.items()}
-    filling.choice = choose(model, filling.asked, stacks, routers)
+    filling.choose(model, stacks, routers)
 
 
 def replace_weights(base: nn.Module, filling: Filling, adapted: bool) -> None:

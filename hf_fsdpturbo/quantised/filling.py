@@ -7,7 +7,7 @@ built on meta -> choose -> adapters are added -> replace (bytes on meta) -> shar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_fsdpturbo.quantised.asked import FourBit
-from hf_fsdpturbo.quantised.choice import Choice
+from hf_fsdpturbo.quantised.choice import Choice, choose
 from hf_fsdpturbo.quantised.packed_linear import PackedForward
 from hf_fsdpturbo.quantised.packed_weight import PackedWeight
 from hf_fsdpturbo.shards import local_tensor
@@ -25,18 +25,29 @@ class Filling:
     """The quantised weights of one model, from the choice to their values.
 
     Args:
-        asked: what was asked for.
+        asked: what was asked for; None: nothing is quantised here (kept_release.py).
         device: where a weight in full is quantised.
 
     Attributes:
-        choice: from :func:`quantised.choice.choose`, once the model is built.
+        choice: by :meth:`choose`, once the model is built.
     """
 
-    def __init__(self, asked: FourBit, device: torch.device) -> None:
+    def __init__(self, asked: FourBit | None, device: torch.device) -> None:
         self.asked, self.device = asked, device
         self.choice: Choice = {}
         self.weights: dict[str, PackedWeight] = {}
         self._expected: dict[str, PackedWeight] = {}
+
+    def choose(
+        self, model: nn.Module, stacks: Mapping[str, tuple[str, ...]], routers: Collection[nn.Module] = ()
+    ) -> None:
+        """Fill ``choice``; as :func:`quantised.choice.choose`, with its arguments and errors."""
+        assert self.asked is not None
+        self.choice = choose(model, self.asked, stacks, routers)
+
+    def _made(self, name: str, module: nn.Module, leaf: str) -> PackedWeight:
+        assert self.asked is not None
+        return PackedWeight(module, leaf, self.asked, self.device)
 
     def replace(self, kept: Collection[nn.Module] = ()) -> None:
         """Put bytes in the place of the chosen weights; those with values are quantised at once.
@@ -48,7 +59,7 @@ class Filling:
         for name, (module, leaf) in self.choice.items():
             if module in in_full:
                 continue
-            self.weights[name] = PackedWeight(module, leaf, self.asked, self.device)
+            self.weights[name] = self._made(name, module, leaf)
             if isinstance(module, nn.Linear):
                 module.forward = PackedForward(module, self.weights[name])  # type: ignore[method-assign]
 
@@ -91,13 +102,14 @@ class Filling:
         self._expected.clear()
 
     def __str__(self) -> str:
+        return f"{len(self.weights)} frozen weights in 4 bits ({self.asked}): {self.saved()}"
+
+    def saved(self) -> str:
+        """What a rank holds of them, and what they would take in full beside that."""
         packed = sum(weight.bytes_held() for weight in self.weights.values())
         full = sum(weight.bytes_in_full() for weight in self.weights.values())
         gib = 2**30
-        return (
-            f"{len(self.weights)} frozen weights in 4 bits ({self.asked}): {packed / gib:.2f} GiB on this rank, "
-            f"{(full - packed) / gib:.2f} GiB saved"
-        )
+        return f"{packed / gib:.2f} GiB on this rank, {(full - packed) / gib:.2f} GiB saved"
 
 
 def reading(build: Callable[..., Any], filling: Filling) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ With double quantisation the largest values are buffers of one byte each, whole 
 eighth of a bit an element beside four, and each matrix's are quantised with its own mean, which takes all of them.
 
 Rows and whole blocks can be cut anywhere, so EP, EFSDP and outer FSDP2 cut these as they cut the float weight.
+Stacks that stay as their release packs them are a subclass of this: released_weight.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from hf_fsdpturbo.shards import like, local_box, local_tensor, whole_tensor
 
 LARGEST = "absmax"
 """Ends the name of the second parameter, and is in those of the buffers that stand for it."""
+EXPONENTS = "e8m0"
+"""Ends the name of the second parameter of what stays as it is released."""
 WIDEST = 0.18
 """Of a block's largest value: a little more than half of the widest step between two of the 16 values."""
 _BUFFERS = ("bytes", "scale", "mean")
@@ -41,7 +44,7 @@ def packed_weight(model: nn.Module, name: str) -> PackedWeight | None:
 
 def is_statistic(name: str) -> bool:
     """Whether a parameter belongs to a quantised weight and is no weight itself."""
-    return name.endswith(f"_{LARGEST}")
+    return name.endswith((f"_{LARGEST}", f"_{EXPONENTS}"))
 
 
 def packed_weights(module: nn.Module) -> dict[str, PackedWeight]:
@@ -59,14 +62,8 @@ class PackedWeight:
     """
 
     def __init__(self, module: nn.Module, name: str, asked: FourBit, device: torch.device) -> None:
-        weight = module._parameters[name]
-        assert weight is not None
-        self.module, self.name, self.asked, self.quantised_on = module, name, asked, device
-        self.largest_name = f"{name}_{LARGEST}"
-        self.shape, self.dtype = tuple(weight.shape), weight.dtype
-        self._waiting: Tensor | None = None  # largest values that are to be nested, until `settle`
-        self._statistic: nn.Parameter | None = None  # while it is hidden
-        module.__dict__.setdefault("packed_weights", {})[name] = self
+        weight = self._take_place(module, name, LARGEST)
+        self.asked, self.quantised_on = asked, device
         lead, blocks = self.shape[:-1], self.shape[-1] // BLOCK
         if weight.is_meta:
             data = torch.empty((*lead, blocks, BLOCK // 2), dtype=torch.uint8, device="meta")
@@ -76,12 +73,23 @@ class PackedWeight:
             data, largest = (part.to(weight.device) for part in packed)
         self._set(data, largest)
 
+    def _take_place(self, module: nn.Module, name: str, statistic: str) -> nn.Parameter:
+        """Become the module's quantised weight of that name; returns the weight."""
+        weight = module._parameters[name]
+        assert weight is not None
+        self.module, self.name, self.largest_name = module, name, f"{name}_{statistic}"
+        self.shape, self.dtype = tuple(weight.shape), weight.dtype
+        self._waiting: Tensor | None = None  # largest values that are to be nested, until `settle`
+        self._statistic: nn.Parameter | None = None  # while it is hidden
+        module.__dict__.setdefault("packed_weights", {})[name] = self
+        return weight
+
     def _set(self, data: Tensor, largest: Tensor) -> None:
-        self.module._parameters[self.name] = _frozen(data)
+        self.module._parameters[self.name] = frozen(data)
         if self.asked.nested:
             self._waiting = largest
         else:
-            self.module._parameters[self.largest_name] = _frozen(_as_bytes(largest))
+            self.module._parameters[self.largest_name] = frozen(_as_bytes(largest))
 
     # -- while weights are read ----------------------------------------------------------------------------------
 
@@ -96,17 +104,24 @@ class PackedWeight:
 
     def in_full(self, packed: Tensor, local: Tensor | None) -> Tensor:
         """``local`` (None: nothing, on meta) as this rank's part of the whole weight, cut as ``packed`` is."""
-        own = local_tensor(packed).shape
         if local is None:
-            local = torch.empty((*own[:-2], own[-2] * BLOCK), dtype=self.dtype, device="meta")
+            local = torch.empty(self._shape_of(local_tensor(packed)), dtype=self.dtype, device="meta")
         if not isinstance(packed, DTensor):
             return local
         whole = torch.empty(self.shape, dtype=self.dtype, device="meta")
         described = DTensor.from_local(
-            torch.empty(local.shape, dtype=self.dtype, device="meta"), packed.device_mesh, packed.placements,
+            torch.empty(local.shape, dtype=self.dtype, device="meta"), packed.device_mesh, self._places(packed),
             run_check=False, shape=whole.shape, stride=whole.stride(),
         )  # fmt: skip
         return like(described, local)
+
+    def _shape_of(self, packed: Tensor) -> tuple[int, ...]:
+        """Shape of the values of a local part."""
+        return (*packed.shape[:-2], packed.shape[-2] * BLOCK)
+
+    def _places(self, packed: DTensor) -> Any:
+        """How the values are placed where the bytes are placed so."""
+        return packed.placements
 
     def shown(self) -> Tensor:
         """The weight in full, on meta, sharded as the bytes are."""
@@ -117,11 +132,11 @@ class PackedWeight:
         data, largest = pack(local.detach().to(self.quantised_on), self.asked.quant_type)
         packed = self._packed
         assert packed is not None
-        self.module._parameters[self.name] = _frozen(like(packed, data))
+        self.module._parameters[self.name] = frozen(like(packed, data))
         if self._statistic is None:
             self._waiting = largest
         else:
-            self._statistic = _frozen(like(self._statistic, _as_bytes(largest)))
+            self._statistic = frozen(like(self._statistic, _as_bytes(largest)))
 
     def settle(self) -> None:
         """After values came to all ranks: the second parameter is back, or the largest values are nested.
@@ -147,8 +162,7 @@ class PackedWeight:
 
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the values that are here now: gathered inside a forward, this rank's part elsewhere."""
-        own = local_tensor(self._parameter()).shape
-        return (*own[:-2], own[-2] * BLOCK)
+        return self._shape_of(local_tensor(self._parameter()))
 
     def device(self) -> torch.device:
         return self._parameter().device
@@ -160,9 +174,12 @@ class PackedWeight:
             target = out
             if torch.promote_types(self.dtype, out.dtype) != self.dtype:  # out is the wider one
                 target = torch.empty(out.shape, dtype=self.dtype, device=out.device)
-            unpack_(target, packed, self._largest(packed), self.asked.quant_type)
+            self._unpack_(target, packed)
             if target is not out:
                 out.copy_(target)
+
+    def _unpack_(self, out: Tensor, packed: Tensor) -> None:
+        unpack_(out, packed, self._largest(packed), self.asked.quant_type)
 
     def values(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values that are here now, in a new tensor of ``dtype`` (None: the dtype they were stored in)."""
@@ -227,7 +244,8 @@ def _as_bytes(largest: Tensor) -> Tensor:
     return largest.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-def _frozen(tensor: Tensor) -> nn.Parameter:
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """A parameter that is not trained, of any dtype."""
     parameter: Any = nn.Parameter(tensor, requires_grad=False)
     parameter._is_hf_initialized = True  # Transformers must not draw it
     return parameter

@@ -19,7 +19,7 @@ from hf_fsdpturbo import compat, grad_norm, launch_config
 from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, settings_beside
 from hf_fsdpturbo.loading.files import base_of_adapter, refuse_trusted_base
 from hf_fsdpturbo.lora.adapter import config_of_files, fill_reference
-from hf_fsdpturbo.lora.adapter_files import ADAPTER_CONFIG, is_adapter, load_adapter
+from hf_fsdpturbo.lora.adapter_files import ADAPTER_CONFIG, is_adapter, is_peft, load_adapter
 from hf_fsdpturbo.optim.one_pass import in_one_pass
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
@@ -153,7 +153,7 @@ class SetUp:
         add_reference(self.trainer_class, given, config, state, with_images=with_images)
         model = given.get("model")
         packed = frozen_in_four_bits(given, config)
-        peft_config = None if state is None and not packed else given.get("peft_config")
+        peft_config = given.get("peft_config") if state is not None or packed or isinstance(model, str) else None
         self.is_own_reference = state is not None and is_own_reference(given)
         if state is not None and is_adapter(model):
             given["model"] = self._load_adapter(model, with_images)
@@ -167,7 +167,7 @@ class SetUp:
             model, self.report = build_model(self.trainer_class, model, config, state, **more)
         elif is_transformers_model(model):
             model, self.report = shard_given_model(model, config, state, with_reference=self.is_own_reference, **more)
-        if peft_config is not None:
+        if peft_config is not None and is_peft(model):
             self.peft_model, model = model, cast(Any, model).get_base_model()
         given["model"] = model
         self._used_up()

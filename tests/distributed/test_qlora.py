@@ -22,6 +22,7 @@ from tests.support.packed_runs import (
     held,
     resume_and_take,
     save_dequantised,
+    save_released,
     train_and_save,
 )
 from tests.support.preference_runs import pairs
@@ -37,6 +38,9 @@ ONE_EXPERT = {"num_experts": 2, "top_k": 1, "hidden_size": 128, "moe_intermediat
 ATTENTION = {"target_parameters": None}
 GPT_OSS = {"kind": "gpt_oss", "intermediate_size": 64, "moe_intermediate_size": None}
 """Stacks ``[E, in, out]`` with biases, which stay in full, and a forward of their own."""
+RELEASED = {"release": "mxfp4"}
+"""In place of bitsandbytes' settings: the experts stay as an MXFP4 release packs them."""
+ONE_STACK = {"num_experts": 2, "top_k": 1}
 EVERYWHERE = {"target_modules": "all-linear", "modules_to_save": ["k_proj"]}
 Job = tuple[str, dict, dict, dict, dict, dict]
 EP2, EP4 = {"ep_size": 2}, {"ep_size": 4}
@@ -45,6 +49,7 @@ RUNS: dict[int, dict[str, Job]] = {
     1: {
         "fused": ("sft", {}, {}, {}, {}, FUSED),
         "recompute": ("sft", {**ACCUMULATE, **RECOMPUTE}, EVERYWHERE, NESTED, {}, EAGER),
+        "mxfp4": ("sft", RECOMPUTE, {}, RELEASED, {}, FUSED),
     },
     2: {
         "ep1": ("sft", {}, {}, NESTED, {}, {"ep_size": 1, **FUSED}),
@@ -53,6 +58,9 @@ RUNS: dict[int, dict[str, Job]] = {
         "ep2_domino": ("sft", {}, ATTENTION, {"bnb_4bit_quant_type": "fp4"}, {}, {**EP2, "ep_dispatcher": "domino"}),
         "ep2_gpt_oss": ("sft", {}, {}, {}, GPT_OSS, {**EP2, **FUSED}),
         "ep2_dpo": ("dpo", RECOMPUTE, {}, {}, {}, {**EP2, **FUSED}),
+        "mxfp4_ep1": ("sft", {**ACCUMULATE, **RECOMPUTE}, {}, RELEASED, {}, {"ep_size": 1, **FUSED}),
+        "mxfp4_ep2": ("sft", ACCUMULATE, {}, RELEASED, {}, {**EP2, **EAGER}),
+        "mxfp4_ep2_dpo": ("dpo", {}, {}, RELEASED, {}, {**EP2, **FUSED}),
     },
     4: {
         "ep4": ("sft", RECOMPUTE, {}, {}, {}, {**EP4, **FUSED}),
@@ -60,6 +68,10 @@ RUNS: dict[int, dict[str, Job]] = {
         # one expert a rank: its matrices are cut into blocks of their input
         "one_expert": ("sft", RECOMPUTE, {}, NESTED, ONE_EXPERT, EP2),
         "hsdp2_ep2": ("sft", {}, {}, {}, {}, {**EP2, "mp_replicate_size": 2, **FUSED}),
+        "mxfp4_ep4": ("sft", {}, {}, RELEASED, {}, {**EP4, **FUSED}),
+        "mxfp4_ep2_efsdp2": ("sft", RECOMPUTE, {}, RELEASED, {}, {**EP2, **FUSED}),
+        # its rows are cut
+        "mxfp4_one_expert": ("sft", ACCUMULATE, ATTENTION, RELEASED, ONE_STACK, {**EP2, "ep_dispatcher": "domino"}),
     },
 }
 CASES = [(world_size, name) for world_size, runs in RUNS.items() for name in runs]
@@ -69,24 +81,34 @@ CASES = [(world_size, name) for world_size, runs in RUNS.items() for name in run
 def outcome(tiny: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict]:
     done: dict[int, dict] = {}
     plain: dict[tuple, str] = {}
+    released: dict[str, tuple[str, str]] = {}
 
     def dequantised(path: str, *how: Any) -> str:
         if (path, *how) not in plain:
             plain[path, *how] = save_dequantised(path, str(tmp_path_factory.mktemp("plain")), *how)
         return plain[path, *how]
 
+    def release(sizes: dict) -> tuple[str, str]:
+        if (key := str(sizes)) not in released:
+            folder = str(tmp_path_factory.mktemp("released"))
+            released[key] = save_released(folder, hidden_size=64, intermediate_size=64, **sizes)
+        return released[key]
+
     def get(world_size: int) -> dict:
         if world_size not in done:
             jobs = {}
             for name, (trainer, args, changes, bits, model, turbo) in RUNS[world_size].items():
-                path = tiny(**{name: size for name, size in {**SIZES, **model}.items() if size is not None})
-                kept = ("k_proj",) if changes is EVERYWHERE else ()
                 # Factors that are not zero: one Adam step would make signs of others, which is ill-conditioned.
-                adapter = lora(**{"init_lora_weights": False, **changes})
-                kwargs = {"peft_config": adapter, "quantization_config": four_bits(**bits)}
+                kwargs = {"peft_config": lora(**{"init_lora_weights": False, **changes})}
+                if bits is RELEASED:
+                    path, beside = release(model)
+                else:
+                    path = tiny(**{name: size for name, size in {**SIZES, **model}.items() if size is not None})
+                    kept = ("k_proj",) if changes is EVERYWHERE else ()
+                    beside = dequantised(path, bits.get("bnb_4bit_quant_type", "nf4"), bits is NESTED, kept)
+                    kwargs["quantization_config"] = four_bits(**bits)
                 data = {"text": texts(64)} if trainer == "sft" else pairs(64)
-                run = Run(path, data, args, turbo, trainer, trainer_kwargs=kwargs, after_train=held)
-                jobs[name] = run, dequantised(path, bits.get("bnb_4bit_quant_type", "nf4"), bits is NESTED, kept)
+                jobs[name] = Run(path, data, args, turbo, trainer, trainer_kwargs=kwargs, after_train=held), beside
             done[world_size] = against_dequantised(jobs, world_size)
         return done[world_size]
 

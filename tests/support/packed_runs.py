@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support import packed_releases
 from tests.support.adapter_runs import as_peft, batch, in_peft_layout, logits_of, lora
 from tests.support.records import Record, Run
 from tests.support.reference_run import (
@@ -18,6 +19,7 @@ from tests.support.reference_run import (
     run_turbo,
     whole_parameters,
 )
+from tests.support.tiny_models import save_tiny
 
 SIZES = {"kind": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
 """Rows of whole blocks of 64."""
@@ -62,6 +64,19 @@ def save_dequantised(
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(path).save_pretrained(folder)
     return folder
+
+
+def save_released(folder: str, **sizes: Any) -> tuple[str, str]:
+    """A gpt-oss release in MXFP4, and beside it a checkpoint with what plain Transformers dequantises it to."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+
+    released, plain = f"{folder}/released", f"{folder}/plain"
+    packed_releases.mxfp4(save_tiny("gpt_oss", released, **sizes))
+    config = Mxfp4Config(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(released, dtype=torch.float32, quantization_config=config)
+    model.save_pretrained(plain)
+    AutoTokenizer.from_pretrained(released).save_pretrained(plain)
+    return released, plain
 
 
 def trained_only(record: Record) -> Record:
