@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdpturbo.plan.planned_run import (
     DISPATCHERS,
+    FROZEN,
     HEADS,
     LORA_TARGETS,
     OPTIMIZERS,
@@ -54,6 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--offload", action="store_true", help="offload_params: weights, gradients, optimizer on the host")
     add("--lora_r", type=int, default=0, help="rank of LoRA; 0 trains all weights (0)")
     add("--lora_targets", choices=LORA_TARGETS, default="attention", help="what has adapters (attention)")
+    add(
+        "--frozen",
+        choices=FROZEN,
+        help="weights beside adapters: nf4 is load_in_4bit (mxfp4 of such a release, or full)",
+    )
     add("--json", action="store_true", help="print JSON")
     return parser
 
@@ -67,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from hf_fsdpturbo.plan.shape import shape_of
 
         shape = shape_of(given.model, given.storage)
+        if asked.settings["frozen"] is None:
+            keeps = shape.release == "mxfp4" and given.lora_r and not given.offload
+            asked.settings["frozen"] = "mxfp4" if keeps else "full"
         if given.search:
             return _search(shape, asked, given.json)
         asked.sizes["ep_size"] = asked.sizes["ep_size"] or _usual_ep(shape, asked)
@@ -100,12 +109,15 @@ def _asked(given: argparse.Namespace) -> Asked:
         name: getattr(given, name)
         for name in (
             "sequence", "batch", "accumulation", "storage", "task", "recompute", "dispatcher", "liger", "optimizer",
-            "offload", "lora_r", "lora_targets",
+            "offload", "lora_r", "lora_targets", "frozen",
         )
     }  # fmt: skip
     settings["fused_head"] = given.head == "on"
     checked = {name: value for name, value in sizes.items() if name != "ep_size" or value is not None}
-    PlannedRun(Topology.resolve(devices, **checked), **(settings | {"recompute": given.recompute or "off"}))
+    PlannedRun(
+        Topology.resolve(devices, **checked),
+        **(settings | {"recompute": given.recompute or "off", "frozen": given.frozen or "full"}),
+    )
     _check_model(given.model)
     return Asked(given.model, devices, given.memory, sizes, settings)
 

@@ -13,7 +13,7 @@ import torch
 
 from hf_fsdpturbo.dispatch.packed_rows import PackedLayout
 from hf_fsdpturbo.parallelize.kept_activations import KEEPING_DISPATCHERS, choices
-from hf_fsdpturbo.plan.planned_run import PlannedRun
+from hf_fsdpturbo.plan.planned_run import FROZEN, PlannedRun
 from hf_fsdpturbo.plan.shape import ModelShape
 
 GATHERED_TWICE = 2 * 2 + 4  # bytes a parameter: bf16 for forward and backward, a float32 gradient reduced
@@ -66,12 +66,12 @@ def row_bytes_both_ways(hidden: int, top_k: int, run: PlannedRun) -> int:
     return 2 * (plain + packed) + (packed if run.recompute == "full" else 0)
 
 
-def _sharded(numel: float, shard: int, on_a_node: int, run: PlannedRun, trained: bool) -> Sent:
-    """Weights of ``numel`` over ``shard`` ranks, ``on_a_node`` of them in each node."""
+def _sharded(numel: float, shard: int, on_a_node: int, run: PlannedRun, trained: bool, packed: float = 0.0) -> Sent:
+    """Weights of ``numel`` over ``shard`` ranks, ``on_a_node`` of them in each node; ``packed`` bytes an element."""
     if shard == 1:
         return Sent()
     nodes = max(1, shard // on_a_node)
-    volume = numel * (GATHERED_TWICE if trained else 2 * run.compute_bytes)
+    volume = numel * (GATHERED_TWICE if trained else 2 * (packed or run.compute_bytes))
     between = volume * (1 - 1 / nodes) / on_a_node
     return Sent(volume * (1 - 1 / shard) - between, between)
 
@@ -99,7 +99,7 @@ def sent(shape: ModelShape, run: PlannedRun) -> Sent:
         total += _repeated(shape.dense_numel / sizes.mp_shard_size, sizes.mp_replicate_size, many)
     local, shard = shape.expert_numel / sizes.ep_size, sizes.expert_shard_size
     expert_near = max(1, min(shard, max(sizes.cp_size, near // sizes.ep_size)))
-    total += _sharded(local, shard, expert_near, run, not run.lora_r)
+    total += _sharded(local, shard, expert_near, run, not run.lora_r, FROZEN[run.frozen])
     if not run.lora_r:
         many = sizes.ep_size * shard >= near and sizes.world_size > near
         total += _repeated(local / shard, sizes.edp_size, many)

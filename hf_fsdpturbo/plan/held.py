@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from hf_fsdpturbo.plan.planned_run import PlannedRun
+from hf_fsdpturbo.plan.planned_run import FROZEN, PlannedRun
 from hf_fsdpturbo.plan.shape import ExpertShape, ModelShape, Part, Unit
 
 LORA_BYTES = 4  # adapters are float32, as PEFT makes them
@@ -50,12 +50,28 @@ def dense_bytes(unit: Unit, shards: int) -> int:
     return sharded + sum(part.numel * part.stored for part in unit.whole)
 
 
+def unpacked_less(unit: Unit, run: PlannedRun) -> int:
+    """Bytes of a unit on the first rank that frozen linear layers save where they are in 4 bits; routers are not."""
+    if run.frozen != "nf4":
+        return 0
+    routers = {experts.num_experts for experts in unit.experts}
+    count = sum(inputs * outputs for inputs, outputs in unit.linears.values() if outputs not in routers)
+    stored = max((part.stored for part in unit.sharded), default=0)
+    return int(count * (stored - FROZEN["nf4"])) // run.topology.mp_shard_size
+
+
+def stack_bytes(part: Part, run: PlannedRun) -> int:
+    """Bytes of a stack of experts, all of it; biases stay in full."""
+    is_packed = run.frozen != "full" and len(part.shape) == 3
+    return int(part.numel * FROZEN[run.frozen]) if is_packed else part.numel * part.stored
+
+
 def expert_bytes(experts: ExpertShape, run: PlannedRun) -> tuple[int, int]:
     """``(elements, bytes)`` of a rank's experts; what all experts share is whole on every rank."""
     ways = run.topology.ep_size * run.topology.expert_shard_size
     elements = sum(part.numel for part in experts.stacked) // ways
     shared = sum(part.numel * part.stored for part in experts.shared)
-    stored = sum(part.numel * part.stored for part in experts.stacked) // ways
+    stored = sum(stack_bytes(part, run) for part in experts.stacked) // ways
     return elements, stored + shared
 
 
@@ -106,7 +122,7 @@ def lora_bytes(unit: Unit, run: PlannedRun) -> int:
 
 def held_by(unit: Unit, run: PlannedRun) -> Held:
     """Of one unit."""
-    weights, copies = dense_bytes(unit, run.topology.mp_shard_size), 0
+    weights, copies = dense_bytes(unit, run.topology.mp_shard_size) - unpacked_less(unit, run), 0
     for experts in unit.experts:
         elements, stored = expert_bytes(experts, run)
         weights += stored

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from hf_fsdpturbo.lm_head.linear_cross_entropy import tile_rows
 from hf_fsdpturbo.plan.activations import exchanged_rows, kept, kept_whole, worked_with
-from hf_fsdpturbo.plan.held import Held, expert_bytes, held, held_by, holds_whole
+from hf_fsdpturbo.plan.held import Held, expert_bytes, held, held_by, holds_whole, stack_bytes
 from hf_fsdpturbo.plan.planned_run import PlannedRun
 from hf_fsdpturbo.plan.shape import ModelShape, Unit
 
@@ -82,13 +82,25 @@ class _Step:
 
 
 def gathered(unit: Unit, run: PlannedRun) -> int:
-    """Bytes of a unit while its module computes, in the dtype it computes in."""
+    """Bytes of a unit while its module computes, in the dtype it computes in; of packed experts their bytes."""
     total = 0
     if run.topology.world_size > 1:
         total = sum(part.numel * part.gathered for part in unit.sharded)
+        if run.frozen != "full":
+            stacked = sum(stack_bytes(part, run) for experts in unit.experts for part in experts.stacked)
+            return total + (stacked // run.topology.ep_size if run.topology.expert_shard_size > 1 else 0)
         through = sum(experts.numel for experts in unit.experts if not holds_whole(experts, run))
         total += through // run.topology.ep_size * run.compute_bytes
     return total
+
+
+def opened(unit: Unit, run: PlannedRun) -> int:
+    """Bytes of packed experts in full for the length of one call; where they have adapters, a stack's gradient too."""
+    if run.frozen == "full":
+        return 0
+    stacks = [part.numel for experts in unit.experts for part in experts.stacked if len(part.shape) == 3]
+    gradient = max(stacks, default=0) if run.lora_targets != "attention" else 0
+    return (sum(stacks) + gradient) // run.topology.ep_size * run.compute_bytes
 
 
 def reduced(unit: Unit, run: PlannedRun) -> int:
@@ -148,7 +160,7 @@ def _backward(step: _Step, index: int, gradients: int, activations: int, units: 
     """Moments of one layer's backward: before and with its experts' gradients, and while they are converted."""
     shape, run = step.shape, step.run
     unit = shape.layers[index]
-    units += gathered(unit, run) + (gathered(shape.layers[index - 1], run) if index else 0)
+    units += gathered(unit, run) + (gathered(shape.layers[index - 1], run) if index else 0) + opened(unit, run)
     if index + 1 < len(shape.layers):
         units += reduced(replace(shape.layers[index + 1], experts=()), run)
     if run.recompute != "off":

@@ -14,6 +14,8 @@ DISPATCHERS = ("fused", "domino", "eager", "mc2")
 HEADS = ("on", "off")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_4bit")
 LORA_TARGETS = ("attention", "experts", "all")
+FROZEN = {"full": 0.0, "nf4": 0.5 + 4 / 64, "mxfp4": 0.5 + 1 / 32}
+"""How frozen weights are held -> bytes of a packed element with its share of a scale."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class PlannedRun:
         optimizer: AdamW with moments as its weights, or in blocks of 8 or 4 bits.
         offload: ``offload_params``: weights, gradients and optimizer are on the host.
         lora_r: rank of LoRA, 0 trains all weights.
+        frozen: a key of :data:`FROZEN`: linear layers and experts (nf4), or experts (mxfp4), beside adapters.
     """
 
     topology: Topology
@@ -45,6 +48,7 @@ class PlannedRun:
     offload: bool = False
     lora_r: int = 0
     lora_targets: str = "attention"
+    frozen: str = "full"
 
     def __post_init__(self) -> None:
         for name in ("sequence", "batch", "accumulation"):
@@ -56,9 +60,13 @@ class PlannedRun:
             ("dispatcher", self.dispatcher, DISPATCHERS),
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("lora_targets", self.lora_targets, LORA_TARGETS),
+            ("frozen", self.frozen, FROZEN),
         ):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, but it is {value!r}. Use one of these.")
+        if self.frozen != "full" and (self.offload or not self.lora_r):
+            fix = "Leave offload out" if self.offload else "Set lora_r"
+            raise ValueError(f"frozen={self.frozen} is of weights beside adapters on a device. {fix}, or frozen=full.")
         if self.offload and self.topology.world_size == 1:
             raise ValueError(
                 "offload acts where FSDP shards, but devices is 1. Leave offload out, or plan more devices."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hf_fsdpturbo.plan.exchanged import BETWEEN, INSIDE, even_at, sent
@@ -35,6 +36,7 @@ def as_dict(shape: ModelShape, run: PlannedRun, memory: float) -> dict[str, Any]
         "recompute": run.recompute,
         "optimizer": run.optimizer,
         "offload": run.offload,
+        "frozen": run.frozen,
         "peak_gib": round(peak.gib(), 2),
         "peak_at": peak.name,
         "gib": {kind: round(peak.gib(kind), 2) for kind in KINDS},
@@ -54,6 +56,12 @@ def print_json(value: Any) -> None:
 def notes_of(shape: ModelShape, run: PlannedRun) -> list[str]:
     """What a reader must know of these numbers."""
     notes = list(shape.notes)
+    if run.frozen != "full":
+        full, kept = (held(shape, replace(run, frozen=way)).weights / GIB for way in ("full", run.frozen))
+        what = "experts stay in MXFP4" if run.frozen == "mxfp4" else "linear layers and experts are in NF4"
+        notes.append(f"{what} while adapters train: {kept:.2f} GiB of weights a rank instead of {full:.2f}")
+    if shape.packed is not None and run.frozen != "mxfp4":
+        notes.append(shape.packed)
     sizes = run.topology
     even = even_at(shape, run)
     if even is not None:
@@ -96,7 +104,7 @@ def in_words(shape: ModelShape, run: PlannedRun, memory: float) -> list[str]:
         ", ".join(f"{name}={size}" for name, size in sizes.items()),
         f"{run.task}, {run.batch} x {run.sequence} tokens, weights in {run.storage}, recompute {run.recompute}, "
         f"dispatcher {run.dispatcher}, {run.optimizer}{', offloaded' if run.offload else ''}"
-        f"{f', LoRA r={run.lora_r} on {run.lora_targets}' if run.lora_r else ''}",
+        f"{f', LoRA r={run.lora_r} on {run.lora_targets}, frozen {run.frozen}' if run.lora_r else ''}",
         "",
         f"GiB a rank at the highest moment ({peak.name}):",
         *(f"  {kind:18}{peak.gib(kind):8.2f}" for kind in KINDS if peak.kinds[kind]),

@@ -18,6 +18,7 @@ from hf_fsdpturbo.parallelize.autocast import float32_parameters
 from hf_fsdpturbo.plan.planned_run import PlannedRun
 from hf_fsdpturbo.plan.released import released_file
 from hf_fsdpturbo.plan.storage import storage_note
+from hf_fsdpturbo.quantisation import method_of
 from hf_fsdpturbo.sharding.expert_fsdp import check_expert_shards
 from hf_fsdpturbo.sharding.expert_parallel import check_experts, is_plain_swiglu, shared_by_experts
 from hf_fsdpturbo.sharding.outer_fsdp import decoder_layers, head_alone
@@ -87,6 +88,8 @@ class ModelShape:
     head: Unit
     model: Any = field(repr=False, compare=False)
     notes: tuple[str, ...] = ()
+    packed: str | None = None  # what its release becomes while it loads, where it is packed
+    release: str | None = None  # how it is packed: its quant_method
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -123,6 +126,10 @@ def check_fits(shape: ModelShape, run: PlannedRun) -> None:
         for experts in unit.experts:
             local = check_experts(experts.module, experts.name, sizes.ep_size) // sizes.ep_size
             check_expert_shards(experts.module, experts.name, local, sizes.expert_shard_size)
+    if run.frozen == "mxfp4" and shape.release != "mxfp4":
+        raise ValueError(
+            f"frozen=mxfp4 is of a release in MXFP4, and MODEL {shape.name} is none. Set frozen to nf4 or full."
+        )
     if sizes.ep_size > 1 and not shape.num_experts:
         raise ValueError(f"ep_size ({sizes.ep_size}): MODEL {shape.name} has no experts to spread. Set ep_size to 1.")
 
@@ -183,7 +190,8 @@ def shape_of_config(config: Any, storage: str, name: str = "model", notes: Itera
     stacked = [part.numel for unit in shape.layers for experts in unit.experts for part in experts.stacked]
     linear = [inputs * outputs for unit in shape.layers for inputs, outputs in unit.linears.values()]
     packed = storage_note(config.to_dict(), stacked, linear, STORED[storage].itemsize)
-    return shape if packed is None else replace(shape, notes=(*shape.notes, packed))
+    setting = getattr(config, "quantization_config", None)
+    return replace(shape, packed=packed, release=None if setting is None else method_of(setting))
 
 
 def _shape(model: Any, storage: str, name: str, notes: tuple[str, ...]) -> ModelShape:

@@ -10,6 +10,7 @@ from hf_fsdpturbo.parallelize.trainer_family import trl_classes
 from hf_fsdpturbo.plan.peak import GIB, highest
 from hf_fsdpturbo.plan.planned_run import PlannedRun
 from hf_fsdpturbo.plan.shape import shape_of_config
+from hf_fsdpturbo.quantised.packed_weight import EXPONENTS, is_statistic
 from hf_fsdpturbo.ranks import everyone, rank
 from hf_fsdpturbo.telemetry.device_memory import memory_bytes
 from hf_fsdpturbo.topology import Topology
@@ -88,14 +89,23 @@ class PlannedPeak:
             offload=args.fsdpturbo_params.offload_params and not alone,
             lora_r=lora_r,
             lora_targets=targets,
+            frozen=_frozen(model),
         )
 
 
 def _bytes_by_dtype(model: Any) -> dict[torch.dtype, int]:
     found: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
+        if parameter.dtype == torch.uint8:
+            continue  # packed: the others say what it is in full
         found[parameter.dtype] = found.get(parameter.dtype, 0) + parameter.numel() * parameter.itemsize
     return found
+
+
+def _frozen(model: Any) -> str:
+    """How frozen weights are held, as plan has it."""
+    ends = {name.rpartition("_")[2] for name, _ in model.named_parameters() if is_statistic(name)}
+    return "mxfp4" if EXPONENTS in ends else "nf4" if ends else "full"
 
 
 def _lora(model: Any) -> tuple[int, str]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_fsdpturbo.quantised.packed_weight import is_statistic
 from hf_fsdpturbo.shards import local_tensor
 from hf_fsdpturbo.topology import Topology
 from hf_fsdpturbo.trainer.layout_drawing import drawn
@@ -26,11 +27,12 @@ def start_lines(model: nn.Module, args: Any, sizes: Topology, report: Any) -> li
         report: the run's ``ShardingReport``, None where no model was given.
     """
     parameters = dict(model.named_parameters())
+    weights = {name: parameter for name, parameter in parameters.items() if not is_statistic(name)}
     if not parameters:
         return []
-    routed = sum(_numel(p) for name, p in parameters.items() if "experts" in name.split("."))
-    total = sum(map(_numel, parameters.values()))
-    trained = sum(_numel(parameter) for parameter in parameters.values() if parameter.requires_grad)
+    routed = sum(_numel(p) for name, p in weights.items() if "experts" in name.split("."))
+    total = sum(map(_numel, weights.values()))
+    trained = sum(_numel(parameter) for parameter in weights.values() if parameter.requires_grad)
     counts = f"{_count(total)} parameters"
     if routed:
         counts += f": {_count(routed)} in experts, {_count(total - routed)} dense"
