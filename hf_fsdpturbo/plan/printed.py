@@ -57,9 +57,9 @@ def notes_of(shape: ModelShape, run: PlannedRun) -> list[str]:
     """What a reader must know of these numbers."""
     notes = list(shape.notes)
     if run.frozen != "full":
-        full, kept = (held(shape, replace(run, frozen=way)).weights / GIB for way in ("full", run.frozen))
+        whole, packed = (held(shape, replace(run, frozen=way)).weights / GIB for way in ("full", run.frozen))
         what = "experts stay in MXFP4" if run.frozen == "mxfp4" else "linear layers and experts are in NF4"
-        notes.append(f"{what} while adapters train: {kept:.2f} GiB of weights a rank instead of {full:.2f}")
+        notes.append(f"{what} while adapters train: {packed:.2f} GiB of weights a rank instead of {whole:.2f}")
     if shape.packed is not None and run.frozen != "mxfp4":
         notes.append(shape.packed)
     sizes = run.topology

@@ -126,7 +126,7 @@ def check_fits(shape: ModelShape, run: PlannedRun) -> None:
         for experts in unit.experts:
             local = check_experts(experts.module, experts.name, sizes.ep_size) // sizes.ep_size
             check_expert_shards(experts.module, experts.name, local, sizes.expert_shard_size)
-    if run.frozen == "mxfp4" and shape.release != "mxfp4":
+    if run.frozen == "mxfp4" and shape.release != "mxfp4" and shape.config.model_type != "gpt_oss":
         raise ValueError(
             f"frozen=mxfp4 is of a release in MXFP4, and MODEL {shape.name} is none. Set frozen to nf4 or full."
         )
