@@ -20,7 +20,9 @@ from hf_fsdpturbo.merge.adapter_config import WEIGHTS, Adapter
 from hf_fsdpturbo.merge.adapter_plan import Update, plan_of
 from hf_fsdpturbo.merge.base_model import model_on_meta
 from hf_fsdpturbo.merge.base_weights import BaseWeights
+from hf_fsdpturbo.merge.four_bit_base import FourBitBase, chosen
 from hf_fsdpturbo.merge.merged_rows import MergedRows
+from hf_fsdpturbo.quantised.asked import FourBit
 
 CONFIG = "config.json"
 _TOKENIZER = re.compile(
@@ -32,7 +34,7 @@ _BESIDE = re.compile(r"generation_config\.json|(LICENSE|NOTICE|USE_POLICY)[\w.-]
 """What of the base goes with its merged model; a model card does not."""
 
 
-def merge(adapter: Adapter, base: str, out: str, max_file_bytes: int) -> list[str]:
+def merge(adapter: Adapter, base: str, out: str, max_file_bytes: int, four_bit: FourBit | None = None) -> list[str]:
     """Write the merged model into ``out``; names of its weight files.
 
     Args:
@@ -40,6 +42,7 @@ def merge(adapter: Adapter, base: str, out: str, max_file_bytes: int) -> list[st
         base: folder of :func:`find_base`.
         out: new or empty folder.
         max_file_bytes: size at which a new weight file begins.
+        four_bit: merge into what these 4 bits leave of the base, as a QLoRA run has it; None: into the base itself.
 
     Raises:
         ValueError: adapter and base do not fit, or a file is damaged; names file and key.
@@ -52,6 +55,7 @@ def merge(adapter: Adapter, base: str, out: str, max_file_bytes: int) -> list[st
     if not headers:
         raise ValueError(f"--base {base} holds no safetensors weights. Give a release that has them.")
     model = model_on_meta(adapter, base, shapes)
+    quantised = chosen(model, four_bit) if four_bit is not None else frozenset()
     plan = plan_of(model, adapter, shapes)
     hide(model)
     weights = BaseWeights(model, base, headers, {name for name, update in plan.items() if update.whole})
@@ -60,7 +64,8 @@ def merge(adapter: Adapter, base: str, out: str, max_file_bytes: int) -> list[st
         is_classifier = adapter.config.get("task_type") == "SEQ_CLS"
         settle_unused(base, model, base, headers, weights.unknown, fresh_head=is_classifier, drop=False)
         os.makedirs(out, exist_ok=True)
-        names = export_tensors(model, MergedRows(tensors, weights, plan, file), out, max_file_bytes)
+        seen = weights if four_bit is None else FourBitBase(weights, quantised, four_bit)
+        names = export_tensors(model, MergedRows(tensors, seen, plan, file), out, max_file_bytes)
     weights.files.close()
     _write_config(model, base, out)
     copy_beside(base, adapter.folder, out)
@@ -104,13 +109,15 @@ def _check_tied(model: Any, wanted: dict[str, Tensor], plan: dict[str, Update], 
 
 
 def _write_config(model: Any, base: str, out: str) -> None:
-    """The base's ``config.json`` as it is written, but for the vocabulary's size and a classifier's labels."""
+    """The base's ``config.json`` as it is written, but for the vocabulary's size, a classifier's labels, and how its
+    weights were packed: they are no longer."""
     path = os.path.join(base, CONFIG)
     content = parse_json(read_text(path), path)
     text, changed = model.config.get_text_config(), model.config.to_dict()
     for block in (content, content.get("text_config")):
-        if isinstance(block, dict) and "vocab_size" in block:
-            block["vocab_size"] = text.vocab_size
+        if isinstance(block, dict):
+            block.pop("quantization_config", None)
+            block |= {"vocab_size": text.vocab_size} if "vocab_size" in block else {}
     if "SequenceClassification" in type(model).__name__:
         content["architectures"] = [type(model).__name__]
         content |= {name: changed[name] for name in ("id2label", "label2id") if name in changed}

@@ -52,12 +52,17 @@ def dequantise_model(
 
 
 def save_dequantised(
-    path: str, folder: str, quant_type: str = "nf4", nested: bool = False, kept: tuple[str, ...] = ()
+    path: str,
+    folder: str,
+    quant_type: str = "nf4",
+    nested: bool = False,
+    kept: tuple[str, ...] = (),
+    dtype: str = "float32",
 ) -> str:
     """A checkpoint beside ``path`` that holds the dequantised weights, in full."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     dequantise_model(model, quant_type, nested, kept)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(path).save_pretrained(folder)
