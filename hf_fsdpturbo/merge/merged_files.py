@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hf_fsdpturbo.bounded import parse_json, read_text
+from hf_fsdpturbo.checkpoint.beside import copy_beside
 from hf_fsdpturbo.checkpoint.hub import export_tensors, saved_tensors
 from hf_fsdpturbo.loading.files import checked_folder, safetensors_header
 from hf_fsdpturbo.loading.unused_keys import settle_unused
 from hf_fsdpturbo.lora.adapter import hide
-from hf_fsdpturbo.merge.adapter_config import WEIGHTS, Adapter
+from hf_fsdpturbo.merge.adapter_config import Adapter
 from hf_fsdpturbo.merge.adapter_plan import Update, plan_of
 from hf_fsdpturbo.merge.base_model import model_on_meta
 from hf_fsdpturbo.merge.base_weights import BaseWeights
@@ -25,13 +24,6 @@ from hf_fsdpturbo.merge.merged_rows import MergedRows
 from hf_fsdpturbo.quantised.asked import FourBit
 
 CONFIG = "config.json"
-_TOKENIZER = re.compile(
-    r"tokenizer.*\.(json|model)|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|.*\.model"
-    r"|.*tiktoken|chat_template.*\.(jinja|json)"
-)
-_PROCESSOR = re.compile(r"(video_|audio_)?(pre)?processor_config\.json")
-_BESIDE = re.compile(r"generation_config\.json|(LICENSE|NOTICE|USE_POLICY)[\w.-]*|.*\.(py|jinja)")
-"""What of the base goes with its merged model; a model card does not."""
 
 
 def merge(adapter: Adapter, base: str, out: str, max_file_bytes: int, four_bit: FourBit | None = None) -> list[str]:
@@ -123,21 +115,3 @@ def _write_config(model: Any, base: str, out: str) -> None:
         content |= {name: changed[name] for name in ("id2label", "label2id") if name in changed}
     with open(os.path.join(out, CONFIG), "w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=2) + "\n")
-
-
-def copy_beside(base: str, adapter: str, out: str) -> None:
-    """Tokenizer, chat template and processor, the adapter's where it has some; what else of the base a model needs."""
-    for kind in (_TOKENIZER, _PROCESSOR):
-        _copy(adapter if _matching(adapter, kind) else base, kind, out)
-    _copy(base, _BESIDE, out, replace=False)
-
-
-def _matching(folder: str, kind: re.Pattern[str]) -> list[str]:
-    return [name for name in sorted(os.listdir(folder)) if kind.fullmatch(name) and name != WEIGHTS]
-
-
-def _copy(folder: str, kind: re.Pattern[str], out: str, replace: bool = True) -> None:
-    for name in _matching(folder, kind):
-        source, target = os.path.join(folder, name), os.path.join(out, name)
-        if os.path.isfile(source) and (replace or not os.path.exists(target)):
-            shutil.copyfile(source, target)

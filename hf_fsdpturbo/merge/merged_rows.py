@@ -27,7 +27,9 @@ class MergedRows:
         adapter: its file, open (``safe_open``).
     """
 
-    def __init__(self, tensors: dict[str, Tensor], base: BaseWeights | FourBitBase, plan: dict[str, Update], adapter: Any) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], base: BaseWeights | FourBitBase, plan: dict[str, Update], adapter: Any
+    ) -> None:
         self.tensors, self._base, self._plan, self._adapter = tensors, base, plan, adapter
         self._held: dict[str, Tensor] = {}  # whole parameters of the running conversion
         self._factors: dict[str, Tensor] = {}  # of the same, by key of the file

@@ -62,8 +62,8 @@ def in_full(release: str, folder: str, dtype: str) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_merge_and_unload_on_the_dequantised_base(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Bit-equal in float32. In bfloat16 what `target_parameters` name differs as it does on a base in full: PEFT rounds
-    the update before it adds it."""
+    """Bit-equal in float32. In bfloat16 what `target_parameters` name differs as on a base in full: PEFT rounds the
+    update before it adds it."""
     family, config, packing, fields, words, bits, dtype = CASES[case]
     base = plain = save_tiny(family, tmp_path / "base", dtype=dtype, **config)
     if packing is not None:
