@@ -102,8 +102,10 @@ def against_dequantised(
     jobs = []
     for index, (run, plain) in enumerate(runs.values()):
         kwargs = {name: value for name, value in run.trainer_kwargs.items() if name != "quantization_config"}
-        batches = merge_batches([records[index] for records in by_rank])
-        jobs.append((replace(run, model=plain, trainer_kwargs=kwargs, after_train=None), world_size, batches))
+        cp_size = run.turbo.get("cp_size", 1)
+        batches = merge_batches([records[index] for records in by_rank][::cp_size])
+        run = replace(run, model=plain, trainer_kwargs=kwargs, after_train=None)
+        jobs.append((run, world_size // cp_size, batches))
     references = run_plain_jobs(run_references, jobs, timeout=timeout)
     found = {}
     for index, name in enumerate(runs):
@@ -113,8 +115,13 @@ def against_dequantised(
 
 
 def held(trainer: Any) -> dict[str, int]:
-    """What a rank holds between steps: bytes of storages by dtype, of all parameters and buffers."""
+    """What a rank holds between steps: bytes of storages by dtype, of all parameters and buffers. With
+    ``save_quantized`` it is saved, too."""
     from hf_fsdpturbo.shards import local_tensor
+
+    if trainer.args.save_quantized:
+        trainer.save_model()
+        trainer.save_merged_model(f"{trainer.args.output_dir}/merged")
 
     found: dict[str, int] = {}
     tensors = [*trainer.model.parameters(), *trainer.model.buffers()]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,22 +43,6 @@ CASES: dict[str, tuple[str, dict, dict | None, dict, list[str], tuple[str, bool]
 }  # fmt: skip
 
 
-def in_full(release: str, folder: str, dtype: str) -> str:
-    """What plain Transformers makes of a packed release, as a checkpoint."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config, Mxfp4Config
-
-    config = AutoConfig.from_pretrained(release)
-    kind = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}[config.quantization_config["quant_method"]]
-    keywords: Any = {"dtype": getattr(torch, dtype), "quantization_config": kind(dequantize=True)}
-    weights = AutoModelForCausalLM.from_pretrained(release, **keywords).state_dict()
-    del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    plain.load_state_dict(weights)
-    plain.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(release).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_equals_merge_and_unload_on_the_dequantised_base(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Bit-equal in float32. In bfloat16 what `target_parameters` name differs as on a base in full: PEFT rounds the
@@ -68,7 +51,7 @@ def test_equals_merge_and_unload_on_the_dequantised_base(case: str, tmp_path: Pa
     base = plain = save_tiny(family, tmp_path / "base", dtype=dtype, **config)
     if packing is not None:
         packed_releases.mxfp4(base) if family == "gpt_oss" else packed_releases.float8(base, **packing)
-        plain = in_full(base, str(tmp_path / "plain"), dtype)
+        plain = packed_releases.in_full(base, str(tmp_path / "plain"), dtype)
     if bits is not None:
         plain = save_dequantised(plain, str(tmp_path / "bits"), *bits, dtype=dtype)
     merged = adapter_of(plain, tmp_path / "adapter", fields, "")
@@ -120,7 +103,7 @@ def test_a_few_rows_of_one_expert_are_in_memory(words: list[str], tmp_path: Path
     """An expert in float32 is 256 KB here, all of the model 28 MB; PEFT's whole update of a matrix is beside it."""
     sizes = {"layers": 2, "num_experts": 16, "hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 16}
     base = packed_releases.float8(save_tiny("qwen3_moe", tmp_path / "base", **sizes), block=(64, 64))
-    adapter_of(in_full(base, str(tmp_path / "plain"), "float32"), tmp_path / "adapter", LORA, "")
+    adapter_of(packed_releases.in_full(base, str(tmp_path / "plain"), "float32"), tmp_path / "adapter", LORA, "")
     monkeypatch.setattr("hf_fsdpturbo.checkpoint.hub.CHUNK_BYTES", 2**18)
     gc.collect()
     with LiveBytes() as counted:
