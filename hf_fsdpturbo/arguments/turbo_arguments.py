@@ -38,7 +38,7 @@ def _warn_once(topic: str, message: str) -> None:
 
 
 @dataclass
-class FSDPTurboArguments(RouterFields, WatchFields, SavingFields):
+class FSDPTurboArguments(SavingFields, RouterFields, WatchFields):
     """Fields for expert parallelism; mix in before ``TrainingArguments``, ``SFTConfig``, ``DPOConfig`` and so on.
 
     After construction every field holds the value in force, ``dist_config`` the complete mapping (plain JSON types).
