@@ -50,7 +50,7 @@ INTEGERS = (
     "dist_timeout",
     "hang_timeout",
 )
-BOOLEANS = ("drop_unused_tensors", "verify_checkpoint", "fsdpturbo_metrics", "freeze_routers")
+BOOLEANS = ("drop_unused_tensors", "verify_checkpoint", "save_quantized", "fsdpturbo_metrics", "freeze_routers")
 REALS = ("router_bias_update_rate", "router_lr_scale")
 # Public fields with their defaults in force; FSDPTurboArguments' fields have equal ones (tested), marked as unset.
 PUBLIC_DEFAULTS: dict[str, Any] = {
@@ -75,6 +75,7 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "checkpoint_format": None,
     "on_nonfinite": "warn",
     "verify_checkpoint": True,
+    "save_quantized": False,
     "fsdpturbo_metrics": None,
     "router_bias_update_rate": None,
     "router_lr_scale": 1.0,

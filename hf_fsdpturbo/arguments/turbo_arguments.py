@@ -12,6 +12,7 @@ from hf_fsdpturbo.arguments.defaults import UnsetDict, UnsetFloat, UnsetInt, Uns
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, InitParams, KernelParams
 from hf_fsdpturbo.arguments.resolved import Resolved, resolved_from
 from hf_fsdpturbo.arguments.router_fields import RouterFields
+from hf_fsdpturbo.arguments.saving_fields import SavingFields
 from hf_fsdpturbo.arguments.sources import (
     PUBLIC_DEFAULTS,
     SHORTHAND,
@@ -37,7 +38,7 @@ def _warn_once(topic: str, message: str) -> None:
 
 
 @dataclass
-class FSDPTurboArguments(RouterFields, WatchFields):
+class FSDPTurboArguments(SavingFields, RouterFields, WatchFields):
     """Fields for expert parallelism; mix in before ``TrainingArguments``, ``SFTConfig``, ``DPOConfig`` and so on.
 
     After construction every field holds the value in force, ``dist_config`` the complete mapping (plain JSON types).
@@ -104,14 +105,8 @@ class FSDPTurboArguments(RouterFields, WatchFields):
         default=UnsetStr("auto"),
         metadata={"help": "SFT: gradients of the LM head in its forward: auto (on an accelerator), on or off."},
     )
-    checkpoint_format: str | None = field(
-        default=None, metadata={"help": "What a checkpoint-N holds: dcp, hub or both (docs/checkpoints.md)."}
-    )
     on_nonfinite: str = field(
         default=UnsetStr("warn"), metadata={"help": "A gradient norm that is not finite: warn, skip the step or stop."}
-    )
-    verify_checkpoint: bool = field(
-        default=cast(bool, UnsetInt(1)), metadata={"help": "Compare what is read of checkpoint-N with its checksums."}
     )
 
     if TYPE_CHECKING:  # what TrainingArguments, the next class in the method resolution order, brings

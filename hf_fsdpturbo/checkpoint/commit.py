@@ -99,7 +99,7 @@ def commit(run_dir: str, name: str, facts: dict[str, Any], run: str = "") -> str
     A checkpoint of that name is moved into staging first and removed after, so at no moment are both lost.
     """
     staged, final = os.path.join(staging_dir(run_dir, run), name), os.path.join(run_dir, name)
-    _sync_tree(staged)
+    sync_tree(staged)
     files = list_files(staged)
     hashes = {name: checksum_of(os.path.join(staged, name)) for name in files if name.endswith(HASHED)}
     write_json(os.path.join(staged, COMPLETE), {**facts, "files": files, "hashes": hashes})
@@ -155,7 +155,8 @@ def read_json(path: str) -> Any:
         raise ValueError(f"{path} is missing: copy the whole checkpoint.") from error
 
 
-def _sync_tree(directory: str) -> None:
+def sync_tree(directory: str) -> None:
+    """Force all files under a folder, and their names, to disk."""
     for folder, _, names in os.walk(directory):
         for name in names:
             _sync_file(os.path.join(folder, name))

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 
+from hf_fsdpturbo.commands.four_bit_words import add_four_bit_words, four_bit_of
 from hf_fsdpturbo.commands.one_line import OneLineParser, refuse
 
 PROG = "hf-fsdpturbo export"
@@ -24,6 +25,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="run model code that lies in the checkpoint")
     parser.add_argument("--merge", action="store_true", help="of a LoRA run: the merged model, not the adapter")
     parser.add_argument("--base", metavar="MODEL", help="base to merge into (default: what the adapter names)")
+    parser.add_argument(
+        "--save_quantized", action="store_true", help="of a LoRA run: its packed base too, byte for byte, in OUT/base"
+    )
+    add_four_bit_words(parser)
     options = parser.parse_args(list(argv))
     return write(PROG, options.out, lambda: _export(options))
 
@@ -47,23 +52,37 @@ def write(prog: str, out: str, files: Callable[[], list[str]]) -> int:
 def _export(options: argparse.Namespace) -> list[str]:
     _check_folders(options.checkpoint, options.out)
     of_adapter = os.path.isfile(os.path.join(options.checkpoint, "adapter_config.json"))
-    if options.base is not None and not options.merge:
-        raise ValueError("--base is for --merge. Give --merge as well, or leave it out.")
+    four_bit = four_bit_of(options)
+    if options.base is not None and not (options.merge or options.save_quantized):
+        raise ValueError("--base is for --merge and --save_quantized. Give one of them as well, or leave it out.")
+    if four_bit is not None and not options.merge:
+        raise ValueError("--load_in_4bit is for --merge. Give --merge as well, or leave it out.")
     if options.merge and not of_adapter:
         raise ValueError(f"--merge: {options.checkpoint} has no adapter to merge. Leave it out.")
+    if options.save_quantized and (options.merge or not of_adapter):
+        merged = "is --merge's opposite" if options.merge else f"needs an adapter, and {options.checkpoint} has none"
+        raise ValueError(f"--save_quantized copies a base as it was: it {merged}. Leave it out.")
     from hf_fsdpturbo.export import export_adapter, export_checkpoint  # late: it brings torch and transformers
 
     if not of_adapter:
         return export_checkpoint(options.checkpoint, options.out, options.max_file_size, options.trust_remote_code)
+    from hf_fsdpturbo.loading.release_copy import check_frozen, check_packed, copy_release
+    from hf_fsdpturbo.merge.adapter_config import find_base, read_adapter
+
+    if options.save_quantized:
+        adapter = read_adapter(options.checkpoint)
+        check_frozen(adapter.config.get("modules_to_save"))
+        base = find_base(adapter, options.base)
+        check_packed(base, {})
+        return [*export_adapter(options.checkpoint, options.out), *copy_release(base, {}, options.out)]
     if not options.merge:
         return export_adapter(options.checkpoint, options.out)
-    from hf_fsdpturbo.merge.adapter_config import find_base, read_adapter
     from hf_fsdpturbo.merge.merged_files import merge
 
     with tempfile.TemporaryDirectory() as folder:  # an adapter is small
         export_adapter(options.checkpoint, folder)
         adapter = read_adapter(folder)
-        return merge(adapter, find_base(adapter, options.base), options.out, options.max_file_size)
+        return merge(adapter, find_base(adapter, options.base), options.out, options.max_file_size, four_bit)
 
 
 def _check_folders(checkpoint: str, out: str) -> None:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from hf_fsdpturbo.commands.export_door import check_out, size_in_bytes, write
+from hf_fsdpturbo.commands.four_bit_words import add_four_bit_words, four_bit_of
 from hf_fsdpturbo.commands.one_line import OneLineParser
 from hf_fsdpturbo.merge.adapter_config import find_base, read_adapter
 
@@ -19,14 +20,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", required=True, metavar="DIR", help="new directory for the merged model")
     parser.add_argument("--base", metavar="MODEL", help="folder or cached Hub id (default: what the adapter names)")
     parser.add_argument("--max-file-size", type=size_in_bytes, default="5GB", help="size of a weight file (5GB)")
+    add_four_bit_words(parser)
     options = parser.parse_args(list(argv))
     return write(PROG, options.out, lambda: _merge(options))
 
 
 def _merge(options: argparse.Namespace) -> list[str]:
     check_out(options.out, "--out")
+    four_bit = four_bit_of(options)
     adapter = read_adapter(options.adapter)
     base = find_base(adapter, options.base)
     from hf_fsdpturbo.merge.merged_files import merge  # late: it brings torch, transformers and peft
 
-    return merge(adapter, base, options.out, options.max_file_size)
+    return merge(adapter, base, options.out, options.max_file_size, four_bit)

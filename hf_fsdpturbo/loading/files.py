@@ -40,7 +40,7 @@ def local_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tuple
     Raises:
         ValueError: as :func:`checked_folder`.
     """
-    folder = _folder(path, from_pretrained_kwargs)
+    folder = config_folder(path, from_pretrained_kwargs)
     if folder is None:
         return None
     is_local = os.path.isdir(base_of_adapter(path))
@@ -51,7 +51,7 @@ def local_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tuple
     return (folder, {}) if is_local else None
 
 
-def _folder(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> str | None:
+def config_folder(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> str | None:
     """Where the config of a checkpoint is: in its folder, or in the cache, where it is put if it is not yet there."""
     path = base_of_adapter(path)
     if os.path.isdir(path):
@@ -123,7 +123,7 @@ def refuse_impossible(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> N
     Raises:
         ValueError: as :func:`local_headers`.
     """
-    folder = _folder(path, from_pretrained_kwargs)
+    folder = config_folder(path, from_pretrained_kwargs)
     config = raw_config(folder) if folder is not None and os.path.isdir(folder) else None
     if config is not None and asks_for_much(config):
         local_headers(path, from_pretrained_kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_fsdpturbo.bounded import check_path, cut, parse_json, read_text
 from hf_fsdpturbo.checkpoint.inside import check_link, check_links
+from hf_fsdpturbo.quantisation import method_of, packed_as
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TASKS = (None, "CAUSAL_LM", "SEQ_CLS")
@@ -82,7 +83,7 @@ def find_base(adapter: Adapter, given: str | None) -> str:
     """Folder of the base: ``--base``, or what the adapter names; a folder, or a Hub id in the cache.
 
     Raises:
-        ValueError: none is named, or it is not there, or it is quantised.
+        ValueError: none is named, or it is not there, or it is quantised in a way that is not read in full.
     """
     named = adapter.config.get("base_model_name_or_path")
     if given is None and (not isinstance(named, str) or not named):
@@ -93,14 +94,24 @@ def find_base(adapter: Adapter, given: str | None) -> str:
     check_links(folder)
     path = os.path.join(folder, "config.json")
     config = parse_json(read_text(path), path)
-    quantised = isinstance(config, dict) and config.get("quantization_config")
-    if quantised:  # the seam: base_weights.py reads rows of plain tensors only
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ValueError(
-            f"--base: {path} is of a quantised model (quantization_config, {cut(method)}), whose weights an update "
-            "cannot be added to. Give its unquantised release."
-        )
+    if isinstance(config, dict):
+        _refuse_packed(config, f"--base: {path}")
     return folder
+
+
+def _refuse_packed(config: dict[str, Any], what: str) -> None:
+    """Refuse a base whose weights are packed in a way that has no values in full here.
+
+    Raises:
+        ValueError: names ``quant_method``, rule, fix.
+    """
+    quantised = config.get("quantization_config")
+    if quantised and method_of(quantised) == "bitsandbytes":
+        raise ValueError(
+            f"{what} is of weights that bitsandbytes has quantised (quantization_config). Give the release that they "
+            "were made of, with --load_in_4bit to merge into what 4 bits leave of it."
+        )
+    packed_as(config, what)
 
 
 def found_folder(word: str, file: str, argument: str, revision: Any = None) -> str:

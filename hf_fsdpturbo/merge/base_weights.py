@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ class BaseWeights:
         self.model, self.files, self._found = model, OpenFiles(folder, headers), SourceMap()
         map_sources(self._found, model, self.files, SimpleNamespace(weight_mapping=rules, dtype_plan=None))
         self.unknown = self._found.unknown
+        self._in_full = getattr(model.config.get_text_config(), "dtype", None) or torch.bfloat16
         self._found.conversions = {n: c for n, c in self._found.conversions.items() if n not in without}
         check_sources(self._found, model, folder, headers)
         model._weight_conversions = [rule for rule in rules if rule.was_used()]
@@ -54,16 +55,36 @@ class BaseWeights:
         return name in self._conversion
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a parameter: that of its tensors in the files, the widest where they differ."""
-        keys = self._conversion[name].keys
-        found = DTYPES[cast(Any, self.files[keys[0]]).get_dtype()]
-        for key in keys[1:]:
-            found = torch.promote_types(found, DTYPES[cast(Any, self.files[key]).get_dtype()])
+        """Dtype of a parameter: that of its tensors in the files, the widest where they differ.
+
+        Of packed tensors the one that the config says, which they are loaded and trained in; bfloat16 if it says none.
+
+        Raises:
+            ValueError: codes that the config says nothing of.
+        """
+        found, *others = (self._stored(key) for key in self._conversion[name].keys)
+        for dtype in others:
+            found = torch.promote_types(found, dtype)
         return found
+
+    def _stored(self, key: str) -> torch.dtype:
+        tensor = self.files[key]
+        if tensor.packed is not None:
+            return self._in_full
+        if tensor.get_dtype() not in DTYPES:
+            raise ValueError(
+                f"{self.files.path(key)}: {key} has dtype {tensor.get_dtype()}, which has no values of its own: "
+                "config.json does not say how it is packed. Use the release's own files and config.json."
+            )
+        return DTYPES[tensor.get_dtype()]
 
     def all_dtypes(self) -> dict[str, torch.dtype]:
         """:meth:`dtype` of every parameter that is read."""
         return {name: self.dtype(name) for name in self._conversion}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a parameter in the model."""
+        return self._shapes[name]
 
     def is_cut(self, name: str) -> bool:
         """Whether rows are made of parts of the files; else of whole ones."""

@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hf_fsdpturbo.bounded import parse_json, read_text
+from hf_fsdpturbo.checkpoint.beside import copy_beside
 from hf_fsdpturbo.checkpoint.hub import export_tensors, saved_tensors
 from hf_fsdpturbo.loading.files import checked_folder, safetensors_header
 from hf_fsdpturbo.loading.unused_keys import settle_unused
 from hf_fsdpturbo.lora.adapter import hide
-from hf_fsdpturbo.merge.adapter_config import WEIGHTS, Adapter
+from hf_fsdpturbo.merge.adapter_config import Adapter
 from hf_fsdpturbo.merge.adapter_plan import Update, plan_of
 from hf_fsdpturbo.merge.base_model import model_on_meta
 from hf_fsdpturbo.merge.base_weights import BaseWeights
+from hf_fsdpturbo.merge.four_bit_base import FourBitBase, chosen
 from hf_fsdpturbo.merge.merged_rows import MergedRows
+from hf_fsdpturbo.quantised.asked import FourBit
 
 CONFIG = "config.json"
-_TOKENIZER = re.compile(
-    r"tokenizer.*\.(json|model)|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|.*\.model"
-    r"|.*tiktoken|chat_template.*\.(jinja|json)"
-)
-_PROCESSOR = re.compile(r"(video_|audio_)?(pre)?processor_config\.json")
-_BESIDE = re.compile(r"generation_config\.json|(LICENSE|NOTICE|USE_POLICY)[\w.-]*|.*\.(py|jinja)")
-"""What of the base goes with its merged model; a model card does not."""
 
 
-def merge(adapter: Adapter, base: str, out: str, max_file_bytes: int) -> list[str]:
+def merge(adapter: Adapter, base: str, out: str, max_file_bytes: int, four_bit: FourBit | None = None) -> list[str]:
     """Write the merged model into ``out``; names of its weight files.
 
     Args:
@@ -40,6 +34,7 @@ def merge(adapter: Adapter, base: str, out: str, max_file_bytes: int) -> list[st
         base: folder of :func:`find_base`.
         out: new or empty folder.
         max_file_bytes: size at which a new weight file begins.
+        four_bit: merge into what these 4 bits leave of the base, as a QLoRA run has it; None: into the base itself.
 
     Raises:
         ValueError: adapter and base do not fit, or a file is damaged; names file and key.
@@ -52,6 +47,7 @@ def merge(adapter: Adapter, base: str, out: str, max_file_bytes: int) -> list[st
     if not headers:
         raise ValueError(f"--base {base} holds no safetensors weights. Give a release that has them.")
     model = model_on_meta(adapter, base, shapes)
+    quantised = chosen(model, four_bit) if four_bit is not None else frozenset()
     plan = plan_of(model, adapter, shapes)
     hide(model)
     weights = BaseWeights(model, base, headers, {name for name, update in plan.items() if update.whole})
@@ -60,7 +56,8 @@ def merge(adapter: Adapter, base: str, out: str, max_file_bytes: int) -> list[st
         is_classifier = adapter.config.get("task_type") == "SEQ_CLS"
         settle_unused(base, model, base, headers, weights.unknown, fresh_head=is_classifier, drop=False)
         os.makedirs(out, exist_ok=True)
-        names = export_tensors(model, MergedRows(tensors, weights, plan, file), out, max_file_bytes)
+        seen = weights if four_bit is None else FourBitBase(weights, quantised, four_bit)
+        names = export_tensors(model, MergedRows(tensors, seen, plan, file), out, max_file_bytes)
     weights.files.close()
     _write_config(model, base, out)
     copy_beside(base, adapter.folder, out)
@@ -104,33 +101,17 @@ def _check_tied(model: Any, wanted: dict[str, Tensor], plan: dict[str, Update], 
 
 
 def _write_config(model: Any, base: str, out: str) -> None:
-    """The base's ``config.json`` as it is written, but for the vocabulary's size and a classifier's labels."""
+    """The base's ``config.json`` as it is written, but for the vocabulary's size, a classifier's labels, and how its
+    weights were packed: they are no longer."""
     path = os.path.join(base, CONFIG)
     content = parse_json(read_text(path), path)
     text, changed = model.config.get_text_config(), model.config.to_dict()
     for block in (content, content.get("text_config")):
-        if isinstance(block, dict) and "vocab_size" in block:
-            block["vocab_size"] = text.vocab_size
+        if isinstance(block, dict):
+            block.pop("quantization_config", None)
+            block |= {"vocab_size": text.vocab_size} if "vocab_size" in block else {}
     if "SequenceClassification" in type(model).__name__:
         content["architectures"] = [type(model).__name__]
         content |= {name: changed[name] for name in ("id2label", "label2id") if name in changed}
     with open(os.path.join(out, CONFIG), "w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=2) + "\n")
-
-
-def copy_beside(base: str, adapter: str, out: str) -> None:
-    """Tokenizer, chat template and processor, the adapter's where it has some; what else of the base a model needs."""
-    for kind in (_TOKENIZER, _PROCESSOR):
-        _copy(adapter if _matching(adapter, kind) else base, kind, out)
-    _copy(base, _BESIDE, out, replace=False)
-
-
-def _matching(folder: str, kind: re.Pattern[str]) -> list[str]:
-    return [name for name in sorted(os.listdir(folder)) if kind.fullmatch(name) and name != WEIGHTS]
-
-
-def _copy(folder: str, kind: re.Pattern[str], out: str, replace: bool = True) -> None:
-    for name in _matching(folder, kind):
-        source, target = os.path.join(folder, name), os.path.join(out, name)
-        if os.path.isfile(source) and (replace or not os.path.exists(target)):
-            shutil.copyfile(source, target)

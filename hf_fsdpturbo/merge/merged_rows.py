@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_fsdpturbo.merge.adapter_plan import Factors, Update
 from hf_fsdpturbo.merge.base_weights import BaseWeights
+from hf_fsdpturbo.merge.four_bit_base import FourBitBase
 from hf_fsdpturbo.sharding.expert_lora import to_expert_first
 
 
@@ -26,7 +27,9 @@ class MergedRows:
         adapter: its file, open (``safe_open``).
     """
 
-    def __init__(self, tensors: dict[str, Tensor], base: BaseWeights, plan: dict[str, Update], adapter: Any) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], base: BaseWeights | FourBitBase, plan: dict[str, Update], adapter: Any
+    ) -> None:
         self.tensors, self._base, self._plan, self._adapter = tensors, base, plan, adapter
         self._held: dict[str, Tensor] = {}  # whole parameters of the running conversion
         self._factors: dict[str, Tensor] = {}  # of the same, by key of the file

@@ -25,6 +25,7 @@ from hf_fsdpturbo.telemetry.metrics import Telemetry
 from hf_fsdpturbo.trainer import refusals, resumed_from, resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
 from hf_fsdpturbo.trainer.evaluation import GatheredRows
+from hf_fsdpturbo.trainer.frozen_base import FrozenBase
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.hang_watch import HangWatch
 from hf_fsdpturbo.trainer.loss_scale import LossScale
@@ -79,6 +80,7 @@ class FSDPTurboTrainerMixin:
         cp_size, dp_size = set_up.topology.cp_size, set_up.topology.dp_size
         self._batches, self._scale = SharedBatches(cp_size, dp_size), LossScale(self, dp_size)
         self._saving, self._norm = saving.Saving(self, set_up.config), StepNorm(self)
+        self._frozen_base = FrozenBase(self, set_up)
         self._finite, self._set_up = NonFinite(self, set_up.config.on_nonfinite), set_up
         self._telemetry = Telemetry(self, set_up.config.fsdpturbo_metrics)
         self._hang, self._routers = HangWatch(set_up.config), RouterTraining(self, set_up.config)
@@ -214,6 +216,7 @@ class FSDPTurboTrainerMixin:
             super().save_model(output_dir, _internal_call=True)  # type: ignore[misc]
         else:
             self._saving.save_model(output_dir)
+        self._frozen_base.save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 

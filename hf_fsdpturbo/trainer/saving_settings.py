@@ -13,6 +13,7 @@ def check_settings(trainer: Any) -> None:
     Raises:
         ValueError: naming field, value, rule, fix; on every rank.
     """
+    trainer._frozen_base.check()
     if trainer._saving.each_node and trainer._saving.format == "hub":
         raise ValueError(
             "save_on_each_node=True with checkpoint_format='hub': Hub files are written whole, on one disk, and every "

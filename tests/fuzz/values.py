@@ -12,6 +12,7 @@ EVIL: list[Any] = [
 SETTINGS = (
     "ep_size", "ep_dispatcher", "dp_size", "cp_size", "cp_mode", "mp_replicate_size", "mp_shard_size", "dist_timeout",
     "ranks_per_node", "kernel_config", "init_config", "dist_config", "drop_unused_tensors", "check_loading",
+    "save_quantized",
 )  # fmt: skip
 DIST = (
     "name", "reshard_after_forward", "offload_params", "pin_memory", "dcp_path", "ep_size", "ep_dispatcher", "zz",

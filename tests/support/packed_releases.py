@@ -78,3 +78,19 @@ def float8(path: str, block: tuple[int, int] = (8, 8), scale_fmt: str = "float",
     found = {**settings.to_dict(), "fmt": "e4m3"}
     found.pop("dequantize", None)
     return _write(path, tensors, found)
+
+
+def in_full(release: str, folder: str, dtype: str = "float32") -> str:
+    """What plain Transformers makes of a packed release, as a checkpoint."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config, Mxfp4Config
+
+    config = AutoConfig.from_pretrained(release)
+    kind = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}[config.quantization_config["quant_method"]]
+    keywords: Any = {"dtype": getattr(torch, dtype), "quantization_config": kind(dequantize=True)}
+    weights = AutoModelForCausalLM.from_pretrained(release, **keywords).state_dict()
+    del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    plain.load_state_dict(weights)
+    plain.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(release).save_pretrained(folder)
+    return folder

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import packed_releases
 from tests.support.adapter_runs import as_peft, batch, in_peft_layout, logits_of, lora
 from tests.support.records import Record, Run
 from tests.support.reference_run import (
@@ -19,7 +18,6 @@ from tests.support.reference_run import (
     run_turbo,
     whole_parameters,
 )
-from tests.support.tiny_models import save_tiny
 
 SIZES = {"kind": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
 """Rows of whole blocks of 64."""
@@ -54,29 +52,21 @@ def dequantise_model(
 
 
 def save_dequantised(
-    path: str, folder: str, quant_type: str = "nf4", nested: bool = False, kept: tuple[str, ...] = ()
+    path: str,
+    folder: str,
+    quant_type: str = "nf4",
+    nested: bool = False,
+    kept: tuple[str, ...] = (),
+    dtype: str = "float32",
 ) -> str:
     """A checkpoint beside ``path`` that holds the dequantised weights, in full."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     dequantise_model(model, quant_type, nested, kept)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(path).save_pretrained(folder)
     return folder
-
-
-def save_released(folder: str, **sizes: Any) -> tuple[str, str]:
-    """A gpt-oss release in MXFP4, and beside it a checkpoint with what plain Transformers dequantises it to."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
-
-    released, plain = f"{folder}/released", f"{folder}/plain"
-    packed_releases.mxfp4(save_tiny("gpt_oss", released, **sizes))
-    config = Mxfp4Config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(released, dtype=torch.float32, quantization_config=config)
-    model.save_pretrained(plain)
-    AutoTokenizer.from_pretrained(released).save_pretrained(plain)
-    return released, plain
 
 
 def trained_only(record: Record) -> Record:
@@ -112,8 +102,10 @@ def against_dequantised(
     jobs = []
     for index, (run, plain) in enumerate(runs.values()):
         kwargs = {name: value for name, value in run.trainer_kwargs.items() if name != "quantization_config"}
-        batches = merge_batches([records[index] for records in by_rank])
-        jobs.append((replace(run, model=plain, trainer_kwargs=kwargs, after_train=None), world_size, batches))
+        cp_size = run.turbo.get("cp_size", 1)
+        batches = merge_batches([records[index] for records in by_rank][::cp_size])
+        run = replace(run, model=plain, trainer_kwargs=kwargs, after_train=None)
+        jobs.append((run, world_size // cp_size, batches))
     references = run_plain_jobs(run_references, jobs, timeout=timeout)
     found = {}
     for index, name in enumerate(runs):
@@ -123,8 +115,13 @@ def against_dequantised(
 
 
 def held(trainer: Any) -> dict[str, int]:
-    """What a rank holds between steps: bytes of storages by dtype, of all parameters and buffers."""
+    """What a rank holds between steps: bytes of storages by dtype, of all parameters and buffers. With
+    ``save_quantized`` it is saved, too."""
     from hf_fsdpturbo.shards import local_tensor
+
+    if trainer.args.save_quantized:
+        trainer.save_model()
+        trainer.save_merged_model(f"{trainer.args.output_dir}/merged")
 
     found: dict[str, int] = {}
     tensors = [*trainer.model.parameters(), *trainer.model.buffers()]

@@ -255,8 +255,8 @@ def test_wrong_folders_and_bases(pair: Path, tmp_path: Path, capsys: Any):
     quantised = tmp_path / "quantised"
     quantised.mkdir()
     own = json.loads((pair / "base" / "config.json").read_text())
-    (quantised / "config.json").write_text(json.dumps({**own, "quantization_config": {"quant_method": "mxfp4"}}))
-    assert "quantised model (quantization_config, 'mxfp4')" in refused(capsys, lost, *out, "--base", quantised)
+    (quantised / "config.json").write_text(json.dumps({**own, "quantization_config": {"quant_method": "gptq"}}))
+    assert "quant_method='gptq', which is not supported" in refused(capsys, lost, *out, "--base", quantised)
     other = save_tiny("gpt_oss", tmp_path / "other", layers=1, hidden_size=48)
     assert "has shape" in refused(capsys, pair / "adapter", *out, "--base", other)
     deeper = save_tiny("qwen3_moe", tmp_path / "deeper", layers=2, num_experts=4)
