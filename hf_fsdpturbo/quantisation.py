@@ -119,8 +119,9 @@ def refuse_settings(values: Mapping[str, Any], where: str = "") -> None:
             continue
         if method_of(value) in DEQUANTISED:
             raise ValueError(
-                f"{where}{name}: {DEQUANTISED[method_of(value)]} without dequantize=True keeps weights packed, and "
-                f"packed weights cannot be trained. Set dequantize to True, or leave {name} out: it is done anyway."
+                f"{where}{name}: {DEQUANTISED[method_of(value)]} without dequantize=True keeps weights packed as "
+                f"Transformers has them, which cannot be trained. Leave {name} out: MXFP4 experts stay packed beside "
+                "an adapter by themselves. Or set dequantize to True."
             )
         raise ValueError(
             f"{where}{name}={value!r} is not supported by hf_fsdpturbo: quantised checkpoints are refused, "

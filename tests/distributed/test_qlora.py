@@ -21,6 +21,7 @@ from tests.support.compare import TOLERANCE, compare, distance
 from tests.support.packed_runs import (
     SIZES,
     against_dequantised,
+    each,
     four_bits,
     held,
     resume_and_take,
@@ -151,6 +152,11 @@ def test_between_steps_a_rank_holds_packed_bytes(outcome):
         assert set(found) == {"torch.uint8", "torch.float32"}
         head, routers = 2 * 384 * 64, 2 * 8 * 64
         assert found["torch.float32"] < 4 * (head // 2 + routers + 16 * 2**10), found
+    for world_size, run, stacks in ((2, "mxfp4_ep2", experts), (4, "mxfp4_one_expert", experts // 4)):
+        for rank in outcome(world_size)[run][0].extra["ranks"]:
+            found = rank["after"]
+            assert found["torch.uint8"] == stacks * 17 // 32 // world_size
+            assert found["torch.float32"] < 4 * 60 * 2**10, found  # one rank's experts alone have 96 Ki numbers
 
 
 def test_bf16_compute_is_within_bf16_error_of_one_process(outcome):
@@ -200,40 +206,66 @@ def test_save_quantized_copies_the_release_beside_the_adapter(outcome, world_siz
 STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "router_aux_loss_coef": 0.0}
 
 
-def saved_run(path: str, folder: str, turbo: dict, batch: int) -> Run:
+def saved_run(path: str, folder: str, turbo: dict, batch: int, packed: bool) -> Run:
     args = {"output_dir": folder, "per_device_train_batch_size": batch, **STEPS}
-    kwargs = {"peft_config": lora(), "quantization_config": four_bits(**NESTED)}
+    kwargs = {"peft_config": lora()} | ({} if packed else {"quantization_config": four_bits(**NESTED)})
     return Run(path, {"text": texts(64)}, args, turbo, "sft", trainer_kwargs=kwargs, gradients=False)
 
 
-def test_files_resume_and_merged_export(tiny, tmp_path):
+@pytest.fixture(scope="module")
+def filed(tiny, tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """NF4, and an MXFP4 release as it is: trained at ep 2 and in one process, and gone on with at ep 2 x efsdp 2."""
+    nf4, release = tiny(**SIZES), str(tmp_path_factory.mktemp("mxfp4") / "base")
+    sizes = {name: size for name, size in {**SIZES, **GPT_OSS}.items() if size is not None}
+    packed_releases.mxfp4(shutil.copytree(tiny(**sizes), release))
+    made: dict[str, dict[str, Any]] = {}
+    for name, path in (("nf4", nf4), ("mxfp4", release)):
+        folder = str(tmp_path_factory.mktemp(name))
+        plain = f"{folder}/plain"
+        save_dequantised(path, plain, nested=True) if name == "nf4" else packed_releases.in_full(path, plain)
+        plain_adapter(path, f"{folder}/source")
+        made[name] = {"path": path, "folder": folder, "plain": plain, "packed": name == "mxfp4"}
+
+    def jobs(where: str, turbo: dict, batch: int) -> list:
+        of = [(saved_run(m["path"], f"{m['folder']}/{where}", turbo, batch, m["packed"]), m) for m in made.values()]
+        if where == "again":
+            return [
+                (run, f"{m['folder']}/two/checkpoint-2", f"{m['folder']}/source", f"{m['folder']}/saved")
+                for run, m in of
+            ]
+        return [(run, f"{m['folder']}/{where}") for run, m in of]
+
+    found = {
+        "two": run_ranks(each, 2, train_and_save, jobs("two", {"ep_size": 2}, 4), timeout=150)[0],
+        "alone": run_plain(each, train_and_save, jobs("alone", {}, 8), timeout=150),
+        "again": run_ranks(each, 4, resume_and_take, jobs("again", {"ep_size": 2}, 2), timeout=150)[0],
+    }
+    return {name: made[name] | {key: both[index] for key, both in found.items()} for index, name in enumerate(made)}
+
+
+@pytest.mark.parametrize("base", ["nf4", "mxfp4"])
+def test_files_resume_and_merged_export(filed, base):
     """At ep 2, and in one process: saved adapter and merged model load in plain PEFT over the dequantised base; what
     ep 2 saved goes on at ep 2 x efsdp 2; what plain PEFT wrote loads there and is saved bit equal."""
-    path = tiny(**SIZES)
-    plain, source = save_dequantised(path, str(tmp_path / "plain"), nested=True), str(tmp_path / "source")
-    plain_adapter(path, source)
-    two, alone = str(tmp_path / "two"), str(tmp_path / "alone")
-    found = {
-        two: run_ranks(train_and_save, 2, saved_run(path, two, {"ep_size": 2}, 4), two, timeout=100)[0],
-        alone: run_plain(train_and_save, saved_run(path, alone, {}, 8), alone, timeout=100),
-    }
-    for folder, mine in found.items():
+    run = filed[base]
+    path, plain, source, saved = run["path"], run["plain"], f"{run['folder']}/source", f"{run['folder']}/saved"
+    for where in ("two", "alone"):
+        folder, mine = f"{run['folder']}/{where}", run[where]
         file = adapter_tensors(f"{folder}/adapter")
         assert len(file) == 16
         for name, tensor in file.items():
             assert torch.equal(tensor, mine["adapters"][name.replace(".weight", ".default.weight")]), name
         assert distance(mine["logits"], plain_logits(plain, f"{folder}/adapter")) < TOLERANCE
         assert distance(mine["logits"], plain_logits(f"{folder}/merged", None)) < TOLERANCE
-        assert distance(mine["logits"], plain_logits(path, f"{folder}/adapter")) > 1e-3, "the base is not quantised"
-    checkpoint = os.path.join(two, "checkpoint-2")
+        if base == "nf4":
+            assert distance(mine["logits"], plain_logits(path, f"{folder}/adapter")) > 1e-3, "it is not quantised"
+    checkpoint = f"{run['folder']}/two/checkpoint-2"
     stored = FileSystemReader(f"{checkpoint}/dcp").read_metadata().state_dict_metadata
     assert len(stored) == 4 * 16  # a step and two moments beside each
     assert all("lora_" in name for name in stored), "a checkpoint holds base weights"
-    again = saved_run(path, str(tmp_path / "again"), {"ep_size": 2}, 2)
-    saved = str(tmp_path / "saved")
-    four = run_ranks(resume_and_take, 4, again, checkpoint, source, saved, timeout=100)[0]
-    worst = max(distance(four["adapters"][name], tensor) for name, tensor in found[two]["adapters"].items())
-    print(f"ep2 -> ep2 x efsdp2: {worst:.1e}")
+    four = run["again"]
+    worst = max(distance(four["adapters"][name], tensor) for name, tensor in run["two"]["adapters"].items())
+    print(f"{base}, ep2 -> ep2 x efsdp2: {worst:.1e}")
     assert worst < 1e-4
     before, after = adapter_tensors(source), adapter_tensors(saved)
     assert set(after) == set(before)

@@ -134,6 +134,17 @@ def held(trainer: Any) -> dict[str, int]:
     return found
 
 
+def each(function: Any, jobs: list[tuple[Any, ...]]) -> list[Any]:
+    """Rank function: a function of several runs, one after another, each with meshes of its own."""
+    from hf_fsdpturbo import parallel_state
+
+    found = []
+    for job in jobs:
+        parallel_state._STATE = None
+        found.append(function(*job))
+    return found
+
+
 def train_and_save(run: Run, folder: str) -> dict[str, Any]:
     """Rank function: train, save the adapter and the merged model; adapters, logits, and what a checkpoint holds."""
     forget_accelerate()
