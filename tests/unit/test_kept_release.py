@@ -1,4 +1,4 @@
-"""Stacks of an MXFP4 release that stay packed: Transformers' own values, what is read and held, what is seen if wrong."""
+"""Stacks of an MXFP4 release that stay packed: Transformers' own values, what is held, what is seen if wrong."""
 
 from __future__ import annotations
 
