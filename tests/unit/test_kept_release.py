@@ -72,10 +72,10 @@ def test_what_is_loaded_is_packed_and_a_wrong_byte_is_seen(tmp_path, capsys):
         assert torch.equal(weight.values(torch.float32), plain[name].float())
         elements = plain[name].numel()
         assert (weight.bytes_held(), weight.bytes_in_full()) == (elements * 17 // 32, elements * 2)
-        assert weight.is_near(plain[name], (slice(0, 8),) * 1 + (slice(None),) * 2)
+        assert weight.is_near(plain[name], (slice(0, 8), slice(None), slice(None)))
         assert weight.is_near(plain[name][3:4, 33:40, 5:7], (slice(3, 4), slice(33, 40), slice(5, 7)))
     held = {p.dtype for name, p in base.named_parameters() if "experts" in name and p.ndim > 2}
-    assert held == {torch.uint8, torch.float32}, "bytes, and factors of adapters"
+    assert held == {torch.uint8}
     everything = (slice(None),) * 3
     codes, scales = weight._parameter(), weight._scales()
     for part, wrong in ((codes, codes >> 4 | codes << 4), (scales, scales.roll(1, 0)), (scales, scales.roll(1, 2))):
