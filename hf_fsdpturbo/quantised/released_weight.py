@@ -66,20 +66,20 @@ class ReleasedWeight(PackedWeight):
         self.module._parameters[self.name] = frozen(like(self._packed, codes))
         self._statistic = frozen(like(self._statistic, scales))
 
-    def _scales(self) -> Tensor:
+    def _own_exponents(self) -> Tensor:
         found = self.module._parameters.get(self.largest_name, self._statistic)
         assert found is not None
         return local_tensor(found)
 
     def _unpack_(self, out: Tensor, packed: Tensor) -> None:
-        unpack_(out, packed, self._scales())
+        unpack_(out, packed, self._own_exponents())
 
     def is_near(self, expected: Tensor, index: Index) -> bool:
         """Whether values at ``index`` of this rank's part are those of ``expected``, bit for bit."""
         experts, columns, rows = (range(size)[part] for part, size in zip(index, self.local_shape(), strict=True))
         groups = slice(columns.start // GROUP, -(-columns.stop // GROUP))
         at = slice(experts.start, experts.stop), slice(rows.start, rows.stop), groups
-        codes, scales = local_tensor(self._parameter())[at].cpu(), self._scales()[at].cpu()
+        codes, scales = local_tensor(self._parameter())[at].cpu(), self._own_exponents()[at].cpu()
         found = torch.empty(self._shape_of(codes), dtype=expected.dtype)
         unpack_(found, codes, scales)
         first = columns.start - groups.start * GROUP

@@ -1024,6 +1024,7 @@ READ = (
                     "loading/heads.py",
                     "parallelize/adapter_of_load.py",
                     "quantised/packed_weight.py",
+                    "quantised/released_weight.py",
                     "sharding/expert_parallel.py",
                     "shards.py",
                 ),

@@ -77,7 +77,7 @@ def test_what_is_loaded_is_packed_and_a_wrong_byte_is_seen(tmp_path, capsys):
     held = {p.dtype for name, p in base.named_parameters() if "experts" in name and p.ndim > 2}
     assert held == {torch.uint8}
     everything = (slice(None),) * 3
-    codes, scales = weight._parameter(), weight._scales()
+    codes, scales = weight._parameter(), weight._own_exponents()
     for part, wrong in ((codes, codes >> 4 | codes << 4), (scales, scales.roll(1, 0)), (scales, scales.roll(1, 2))):
         right = part.detach().clone()
         part.data.copy_(wrong)  # halves swapped; the scales of the next expert, of the next group
