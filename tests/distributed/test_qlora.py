@@ -72,7 +72,7 @@ RUNS: dict[int, dict[str, Job]] = {
         # one expert a rank: its matrices are cut into blocks of their input
         "one_expert": ("sft", RECOMPUTE, {}, NESTED, ONE_EXPERT, EP2),
         "hsdp2_ep2": ("sft", {}, {}, {}, {}, {**EP2, "mp_replicate_size": 2, **FUSED}),
-        "cp2_ep2": ("sft", RECOMPUTE, {}, {}, {}, {"cp_size": 2, **EP2, **FUSED}),
+        "cp2_ep2": ("sft", RECOMPUTE, {}, NESTED, {}, {"cp_size": 2, **EP2, **FUSED}),
     },
 }
 CASES = [(world_size, name) for world_size, runs in RUNS.items() for name in runs if name != "ep2_bf16"]
