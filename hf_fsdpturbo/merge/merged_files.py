@@ -101,8 +101,10 @@ def _check_tied(model: Any, wanted: dict[str, Tensor], plan: dict[str, Update], 
 
 
 def _write_config(model: Any, base: str, out: str) -> None:
-    """The base's ``config.json`` as it is written, but for the vocabulary's size, a classifier's labels, and how its
-    weights were packed: they are no longer."""
+    """The base's ``config.json`` as it is written, but for the vocabulary's size and a classifier's labels.
+
+    Weights that were packed are no longer, so it does not say how.
+    """
     path = os.path.join(base, CONFIG)
     content = parse_json(read_text(path), path)
     text, changed = model.config.get_text_config(), model.config.to_dict()

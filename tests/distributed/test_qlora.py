@@ -80,11 +80,11 @@ RUNS: dict[int, dict[str, Job]] = {
         # one expert a rank: its matrices are cut into blocks of their input
         "one_expert": ("sft", RECOMPUTE, {}, NESTED, ONE_EXPERT, EP2),
         "hsdp2_ep2": ("sft", {}, {}, {}, {}, {**EP2, "mp_replicate_size": 2, **FUSED}),
-        "cp2_ep2": ("sft", RECOMPUTE, {}, {}, {}, {"cp_size": 2, **EP2, **FUSED}),
         "mxfp4_ep4": ("sft", {}, {}, KEPT, ON_MXFP4, {**EP4, **FUSED}),
         "mxfp4_ep2_efsdp2": ("sft", RECOMPUTE, {}, KEPT, ON_MXFP4, {**EP2, **FUSED}),
         # its rows are cut
         "mxfp4_one_expert": ("sft", ACCUMULATE, ATTENTION, KEPT, ONE_STACK, {**EP2, "ep_dispatcher": "domino"}),
+        "cp2_ep2": ("sft", RECOMPUTE, {}, NESTED, {}, {"cp_size": 2, **EP2, **FUSED}),
     },
 }
 CASES = [(world_size, name) for world_size, runs in RUNS.items() for name in runs if name != "ep2_bf16"]

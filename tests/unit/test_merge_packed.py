@@ -16,9 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
+from hf_fsdpturbo.merge.four_bit_base import through_four_bits
+from hf_fsdpturbo.quantised.asked import FourBit
 from tests.support import packed_releases
 from tests.support.adapter_runs import EXPERTS
-from tests.support.packed_runs import SIZES, save_dequantised
+from tests.support.packed_runs import SIZES, dequantised, save_dequantised
 from tests.support.tiny_models import save_tiny
 from tests.unit.test_merge import ATTENTION, adapter_of, differing, merge, refused, tensors_of
 
@@ -76,6 +78,16 @@ def test_equals_merge_and_unload_on_the_dequantised_base(case: str, tmp_path: Pa
         changed = set(differing(tensors_of(tmp_path / "released"), found, None))
         kept = ("embed", "lm_head", "norm", ".gate.weight", "router", "bias", "sinks")
         assert changed == {name for name in found if not any(part in name for part in kept)}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_each_matrix_of_a_stack_is_quantised_by_itself(nested: bool):
+    """As bitsandbytes does it: double quantisation takes off the mean of one matrix, whatever lies beside it."""
+    weight_EIO = torch.randn(3, 128, 64, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
+    weight_EIO = weight_EIO * torch.tensor([1.0, 5.0, 0.1]).view(3, 1, 1)
+    assert torch.equal(
+        through_four_bits(weight_EIO, FourBit("nf4", nested)), dequantised(weight_EIO.contiguous(), "nf4", nested)
+    )
 
 
 class LiveBytes(TorchDispatchMode):
