@@ -132,13 +132,15 @@ def _attention(layer: Any) -> str | None:
     return None
 
 
-def save_small(config: Any, whole: Any, folder: Path, seed: int = 0) -> SmallModel:
+def save_small(config: Any, whole: Any, folder: Path, seed: int = 0, command: str = "sft") -> SmallModel:
     """Make the small model at random and save it as its family is released, with a tokenizer.
 
     Args:
         config: from :func:`small_config`.
         whole: the user's config.
         folder: an empty one.
+        seed: of the weights.
+        command: ``reward`` makes a reward model with a head.
 
     Raises:
         ValueError: no experts, or Transformers cannot build the class.
@@ -149,7 +151,9 @@ def save_small(config: Any, whole: Any, folder: Path, seed: int = 0) -> SmallMod
     from hf_fsdpturbo.model_spec import find_experts
     from hf_fsdpturbo.verify.random_weights import random_weights
 
-    name = architecture(whole)
+    name = architecture(whole, command)
+    if command == "reward":
+        config.num_labels, config.get_text_config().pad_token_id = 1, SPECIAL.index("pad_token_id")
     kind = getattr(transformers, name)
     try:
         model = random_weights(lambda: kind(config), seed)
@@ -174,6 +178,7 @@ def save_small(config: Any, whole: Any, folder: Path, seed: int = 0) -> SmallMod
     text = config.get_text_config()
     sizes = f"{text.num_hidden_layers} layers, hidden {text.hidden_size}, {few_count(experts)} experts"
     has_aux = hasattr(text, "output_router_logits") and bool(getattr(text, "router_aux_loss_coef", 0.0))
+    has_aux = has_aux and command != "reward"  # TRL's reward trainer adds none
     kinds = f"{len(there & kept)} of {len(there)} kinds of layers"
     return SmallModel(str(folder), name, sizes, kinds, few_count(experts), has_aux)
 
@@ -186,14 +191,16 @@ def few_count(experts: dict[str, Any]) -> int:
 
 
 def small_tokenizer() -> Any:
-    """A word a token; ids are drawn, so that nothing is read by it."""
-    from tokenizers import Tokenizer, models
+    """A word a token, ``w5`` is 5: TRL's DPO reads text by it (``made_data.py``), else ids are given."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {f"<{name.split('_')[0]}>": index for index, name in enumerate(SPECIAL)}
     words |= {f"w{index}": index for index in range(len(words), VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w3")),
+        tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
