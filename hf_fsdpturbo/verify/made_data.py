@@ -6,9 +6,10 @@ import random
 from typing import Any
 
 from hf_fsdpturbo.verify.recording import Batch
-from hf_fsdpturbo.verify.shrunk_config import LAST_IDS, VOCAB
+from hf_fsdpturbo.verify.shrunk_config import LAST_IDS, SPECIAL, VOCAB
 
 ROWS, SHORTEST, LONGEST = 2, 8, 40
+FIRST_ID = len(SPECIAL)  # then comes the tokenizer's unknown word, which is as good as any
 PROMPT = 12  # of a preference row's tokens, at most
 
 
@@ -29,7 +30,7 @@ def samples(number: int, seed: int = 3, longest: int = LONGEST) -> list[list[int
     """Token ids of uneven lengths, drawn; those of pads, images and the like are left out."""
     draw = random.Random(seed)
     lengths = [draw.randint(SHORTEST, longest) for _ in range(number)]
-    return [[draw.randrange(3, VOCAB - LAST_IDS) for _ in range(length)] for length in lengths]
+    return [[draw.randrange(FIRST_ID, VOCAB - LAST_IDS) for _ in range(length)] for length in lengths]
 
 
 def in_words(ids: list[int]) -> str:

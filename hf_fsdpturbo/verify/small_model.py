@@ -196,14 +196,15 @@ def small_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = {f"<{name.split('_')[0]}>": index for index, name in enumerate(SPECIAL)}
+    words["<unk>"] = len(words)  # a special token, so no beginning of another word
     words |= {f"w{index}": index for index in range(len(words), VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
-        unk_token="w3",
+        unk_token="<unk>",
         model_max_length=4096,
     )
