@@ -155,6 +155,8 @@ def _asked(options: argparse.Namespace, words: list[str]) -> Asked:
         check_experts(values, str(model), ep_size)
     check_has_experts(read_config(values, str(model)), str(model))
     fields, notes = carried(given, cpu=options.device != "accelerator", command=options.command)
+    if "vision_config" in values:
+        notes = (*notes, "pictures are not proven: rows are text, and the small copy has no processor")
     if options.layout is None and not options.full and users.world > 2:
         notes = (*notes, f"two ranks do not show all of your layout ({users.name}): --full does")
     return Asked(

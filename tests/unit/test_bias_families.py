@@ -13,7 +13,7 @@ from hf_fsdpturbo.routers.bias_update import BiasUpdate
 from hf_fsdpturbo.telemetry.expert_counts import ExpertCounts
 from hf_fsdpturbo.telemetry.real_tokens import RealTokens
 from tests.families.listing import families, not_swept
-from tests.families.tiny import EXPERTS, VOCAB, tiny_model
+from tests.families.tiny import EXPERTS, TOP_K, VOCAB, tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "routers.md"
 ROWS, LENGTH, RATE = 2, 12, 0.25
@@ -36,6 +36,10 @@ def test_an_update_reaches_the_bias_that_the_router_adds(name):
         assert set(family.part_of) & set(listed()), elsewhere
         return
     model = tiny_model(family).train()
+    if name == "step3p7":
+        with pytest.raises(ValueError, match="nobody counts what the experts of step3p7 get"):
+            BiasUpdate(model, {}, RATE)
+        return
     device = torch.device("cpu")
     tokens = RealTokens(device)
     counts = ExpertCounts(model, tokens, device)
@@ -57,11 +61,14 @@ def test_an_update_reaches_the_bias_that_the_router_adds(name):
     least = {}
     for layer, bias in update.biases.items():
         load, mean = first[layer], sum(first[layer]) / EXPERTS
-        assert sum(load) % (ROWS * LENGTH) == 0 < sum(load)
+        assert sum(load) % (ROWS * LENGTH) == 0
         by_hand = [b + RATE * ((n < mean) - (n > mean)) for b, n in zip(before[layer], load, strict=True)]
         assert bias.detach().flatten().tolist() == pytest.approx(by_hand, rel=1e-6, abs=1e-6)
         least[layer] = load.index(min(load))
         bias.data.view(-1)[least[layer]] += 100.0
-    after = loads()
+    after, drawn = loads(), 0
     for layer, expert in least.items():
-        assert after[layer][expert] == ROWS * LENGTH > first[layer][expert], "a large bias does not draw every token"
+        if sum(first[layer]):  # not an expert of pictures
+            assert after[layer][expert] == sum(after[layer]) // TOP_K, "a large bias does not draw every token"
+            drawn += after[layer][expert] > first[layer][expert]
+    assert drawn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import time
 from dataclasses import replace
@@ -370,6 +371,13 @@ def test_the_users_files_and_words_are_carried(tmp_path):
     assert asked.lora == {"use_peft": True, "lora_r": 4}
 
 
+def test_pictures_are_said_not_to_be_proven(tmp_path):
+    for values, expected in (({}, 0), ({"vision_config": {}}, 1)):
+        (tmp_path / "m.json").write_text(json.dumps({"model_type": "qwen3_vl_moe", **values}))
+        asked = verify_door._asked(*verify_door.parse([str(tmp_path / "m.json")]))
+        assert sum("pictures are not proven" in note for note in asked.notes) == expected
+
+
 def test_unknown_arguments_are_refused_by_the_recipes_parser():
     with pytest.raises(ValueError, match="--ep_siz in the command line: no such argument"):
         given_values("sft", ["--ep_siz", "2"], {})
@@ -415,10 +423,13 @@ def test_the_small_tokenizer_reads_preferences_as_the_ids_that_were_drawn():
 def test_a_family_without_a_reward_model_is_refused():
     from hf_fsdpturbo.verify.users_config import architecture
 
-    whole = read_config(read_values("qwen3.5-35b-a3b"), "m")
-    assert architecture(whole) == "Qwen3_5MoeForCausalLM"
+    whole = read_config(read_values("gpt-oss-20b"), "m")
+    assert (architecture(whole), architecture(whole, "reward")) == (
+        "GptOssForCausalLM",
+        "GptOssForSequenceClassification",
+    )
     with pytest.raises(ValueError, match="has no reward model"):
-        architecture(SimpleNamespace(model_type="kimi_linear", architectures=None), "reward")
+        architecture(read_config(read_values("glm-4.5-air"), "m"), "reward")
 
 
 def test_accelerators_are_asked_in_a_process_of_their_own(monkeypatch):
