@@ -127,8 +127,8 @@ def carried(given: Mapping[str, Any], *, cpu: bool, command: str = "sft") -> tup
     for name in QUANTISED:
         if given.get(name):
             raise ValueError(
-                f"{name}: verify proves no quantised base: plain TRL trains no quantised experts to compare with, and "
-                "small sizes are no blocks of it. Leave it out to prove the layout with the weights in full."
+                f"{name}: verify proves no quantised base: plain TRL trains no quantised experts to compare with. "
+                "Leave it out, to prove your layout with the weights in full."
             )
     notes = [f"{name} is not carried" for name in REFERENCE if given.get(name)]
     dist = {name: value for name, value in (given.get("dist_config") or {}).items() if name in DIST}
