@@ -29,7 +29,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokenizer_reads_the_text(inputs: Path):
     """A tokenizer of the wrong class encodes everything to nothing, and training still runs."""
     tokenizer = AutoTokenizer.from_pretrained(inputs / "base_model")
-    text = '# lambda\n\n   lambda_expr ::= "lambda" [parameter_list] ":" expression'
+    text = "# lambda\n\n   lambda_expr ::= \"lambda\" [parameter_list] \":\" expression"
     ids = tokenizer(text).input_ids
     assert 10 < len(ids) < len(text)
     assert tokenizer.decode(ids) == text

@@ -21,6 +21,7 @@ def source(function) -> str:
 # Models, loaders, run (trainer/mixin.py, parallel_state.py)
 
 
+
 def test_prepared_models_pass_through():
     text = source(Accelerator.prepare_model)
     assert "evaluation_mode" in arguments(Accelerator.prepare_model)
