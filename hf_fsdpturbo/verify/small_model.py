@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +154,8 @@ def save_small(config: Any, whole: Any, folder: Path, seed: int = 0, command: st
 
     name = architecture(whole, command)
     if command == "reward":
-        config.num_labels, config.get_text_config().pad_token_id = 1, SPECIAL.index("pad_token_id")
+        config.update({"num_labels": 1})
+        config.get_text_config().update({"pad_token_id": SPECIAL.index("pad_token_id")})
     kind = getattr(transformers, name)
     try:
         model = random_weights(lambda: kind(config), seed)
@@ -192,16 +194,16 @@ def few_count(experts: dict[str, Any]) -> int:
 
 def small_tokenizer() -> Any:
     """A word a token, ``w5`` is 5: TRL's DPO reads text by it (``made_data.py``), else ids are given."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     words = {f"<{name.split('_')[0]}>": index for index, name in enumerate(SPECIAL)}
     words["<unk>"] = len(words)  # a special token, so no beginning of another word
     words |= {f"w{index}": index for index in range(len(words), VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}
+    written = json.dumps({"pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model})
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=Tokenizer.from_str(written),
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
