@@ -6,6 +6,7 @@
 # make lint   lint, types and import contracts only
 # make families every model family against plain Transformers; writes docs/models.md (make test: the small sweep);
 #               in parts, then merged: see .venv/bin/python -m tests.families --help
+# make verify ten families and every fault through hf-fsdpturbo verify: exact, and red where it must be
 # make peers  TRL's own trainer tests with our classes: PEERS=folder of a checkout (fetched, not copied here)
 # make fuzz   5,000 bad inputs from a seed, on two ranks and in one process (make test: 160)
 # make chaos  100 runs killed, 100 signalled, 100 started twice, at random moments: CHAOS="--each 10 --seed 3"
@@ -28,7 +29,7 @@ LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu_ep2.yaml
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install lint quick test demo demo-vl matrix families fuzz chaos peers clean
+.PHONY: help install lint quick test demo demo-vl matrix families fuzz chaos peers verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -75,6 +76,9 @@ demo: $(STAMP)
 	@echo "Comparing the saved model with the trainer ..."
 	$(LAUNCH) demo/trainer_logits.py $(OUT)
 	$(BIN)/python demo/report.py $(OUT)
+
+verify: $(STAMP)
+	$(BIN)/python -m tests.support.verify_all
 
 matrix: $(STAMP)
 	MATRIX_STEPS=100 $(BIN)/python -m pytest -s tests/distributed/test_published_matrix.py

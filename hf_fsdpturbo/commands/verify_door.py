@@ -17,7 +17,7 @@ from hf_fsdpturbo.commands.recipe_words import MODEL, given_values, read_recipe
 from hf_fsdpturbo.launch_config import set_environment_default
 from hf_fsdpturbo.verify.faults import FAULTS
 from hf_fsdpturbo.verify.few_ranks import Layout, on_few_ranks, on_two_ranks, read_layout, users_layout
-from hf_fsdpturbo.verify.to_prove import Asked, carried
+from hf_fsdpturbo.verify.to_prove import COMMANDS, Asked, carried
 from hf_fsdpturbo.verify.users_config import check_experts, check_has_experts, read_config, read_values
 
 if TYPE_CHECKING:
@@ -36,19 +36,20 @@ def _layout(text: str) -> Layout:
 
 
 def make_parser() -> OneLineParser:
-    """The command's own words; others are arguments of ``hf-fsdpturbo sft``."""
+    """The command's own words; others are arguments of ``--command``, ``sft`` by default."""
     parser = OneLineParser(
         PROG,
         "A small copy of your MoE model, with your layout and arguments, on local ranks against one process of plain "
         "TRL: loss, gradients, norm, weights, recompute, packing, the saved file, resuming. Exit status 0: exact, 1: "
         "something differs, 2: wrong input.",
-        usage=f"{PROG} [MODEL] [--config YAML] [--accelerate_config NAME|PATH] [options] [arguments of sft]",
+        usage=f"{PROG} [MODEL] [--config YAML] [--accelerate_config NAME|PATH] [options] [arguments of COMMAND]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="MODEL (first, or model_name_or_path of --config): a shipped name (hf-fsdpturbo plan --help), a "
         "config.json,\na folder, or a Hub id in the cache.\n\nfaults to inject, and the row that shows each:\n"
         + "\n".join(f"  {name:<24} {fault.row:<10} {fault.text}" for name, fault in FAULTS.items()),
     )
     add = parser.add_argument
+    add("--command", choices=tuple(COMMANDS), default="sft", help="which hf-fsdpturbo command your run is (sft)")
     add("--config", metavar="YAML", help="the recipe's YAML")
     add("--accelerate_config", "--accelerate-config", type=launch_file, metavar="NAME|PATH",
         help="the launch file: a shipped name or a file")  # fmt: skip
@@ -58,6 +59,8 @@ def make_parser() -> OneLineParser:
     add("--full", action="store_true", help="your layout itself, on up to 16 ranks")
     add("--inject", choices=tuple(FAULTS), metavar="FAULT", help="break something, to see its row turn red")
     add("--device", choices=DEVICES, default="auto", help="auto: accelerators where there are as many as ranks (auto)")
+    add("--fresh", action="store_true", help="ranks on CPU are new interpreters too, as those on accelerators are: "
+        "slower")  # fmt: skip
     add("--seconds", type=positive, default=150, help="limit of one launch of ranks (150)")
     add("--keep", type=Path, metavar="FOLDER", help="a new folder for model, logs and checkpoints (default: none)")
     add("--json", action="store_true", help="print JSON")
@@ -108,8 +111,8 @@ def _report(as_json: bool, asked: Asked, proof: Any, rows: list[Verdict], second
 
 
 def _begin(asked: Asked, started: float) -> tuple[Any, str]:
-    """Everything that is heavy is imported here, once, and ranks are forked from it."""
-    # A count by CUDA's own library would keep forked ranks from using a GPU.
+    """Everything that is heavy is imported here, once, and ranks on CPU are forked from it."""
+    # What asks here whether there is a GPU (an import of Transformers) need not start CUDA for that.
     set_environment_default("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import transformers
 
@@ -151,12 +154,15 @@ def _asked(options: argparse.Namespace, words: list[str]) -> Asked:
     for ep_size in (users.ep, layout.ep):
         check_experts(values, str(model), ep_size)
     check_has_experts(read_config(values, str(model)), str(model))
-    fields, notes = carried(given, cpu=options.device != "accelerator")
+    fields, notes = carried(given, cpu=options.device != "accelerator", command=options.command)
+    if "vision_config" in values:
+        notes = (*notes, "pictures are not proven: rows are text, and the small copy has no processor")
     if options.layout is None and not options.full and users.world > 2:
         notes = (*notes, f"two ranks do not show all of your layout ({users.name}): --full does")
     return Asked(
-        model=str(model), values=values, users=users, layout=layout, fault=options.inject,
-        seconds=float(options.seconds), device=options.device, folder=options.keep, notes=notes, **fields,
+        model=str(model), values=values, users=users, layout=layout, command=options.command, fault=options.inject,
+        seconds=float(options.seconds), device=options.device, fresh=options.fresh, folder=options.keep, notes=notes,
+        **fields,
     )  # fmt: skip
 
 
@@ -176,7 +182,7 @@ def _given(options: argparse.Namespace, words: list[str], recipe: dict[str, Any]
         given, processes = dict(file.fields), file.num_processes
     if recipe or words:
         config = [] if options.config is None else ["--config", options.config]
-        own = given_values("sft", [*config, *words], recipe)
+        own = given_values(options.command, [*config, *words], recipe)
         given = {**given, **own, "dist_config": {**_mapping(given), **_mapping(own)}}
     inner = _mapping(given)
     for name in ("ep_size", "ep_dispatcher"):

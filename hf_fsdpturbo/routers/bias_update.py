@@ -36,6 +36,11 @@ class BiasUpdate:
         self.rate = rate
         self.biases = find_biases(model, layers)
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        if not layers:
+            raise ValueError(
+                f"router_bias_update_rate={rate:g}: nobody counts what the experts of {family} get here (one process "
+                "counts only experts of Transformers' own interface). Leave it out, or train on several ranks."
+            )
         for name, bias in self.biases.items():
             if bias.numel() != layers[name]:
                 raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,8 +185,10 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def check_fault(name: str, small: SmallModel, training: Mapping[str, Any]) -> None:
-    """Raise ValueError where a fault has nothing to act on in this model, with these arguments of TRL's."""
+def check_fault(name: str, small: SmallModel, training: Mapping[str, Any], runs: Collection[str]) -> None:
+    """Raise ValueError where a fault has nothing to act on in this model, with these arguments of TRL's and runs."""
+    if FAULTS[name].run not in runs:
+        raise ValueError(f"--inject {name}: there is no {FAULTS[name].run} run here. Choose another fault.")
     lost = not small.has_aux_loss or training.get("router_aux_loss_coef") == 0
     if name == "aux_loss_lost" and lost:
         raise ValueError(f"--inject {name}: {small.architecture} has no router loss to lose. Choose another fault.")

@@ -1,11 +1,12 @@
-"""Ranks and plain processes forked from one that has imported everything; each launch ends at its deadline.
+"""Ranks and plain processes, forked or fresh; each launch ends at its deadline.
 
     this process (imports once, does no backward, touches no device)
       |- store      serves the rendezvous, as torchrun does
       |- rank 0..n  one launch; a rank that fails takes the others down GRACE seconds later
 
 A fresh process spends 10 s and more on imports; a forked one starts at once, so each run has ranks of its own and what
-takes them down takes no other run with it.
+takes them down takes no other run with it. On accelerators ranks are fresh (``fresh.py``): CUDA that anything has
+started here, an import of bitsandbytes is enough, cannot be used in a fork.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import faulthandler
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -40,37 +42,41 @@ class ProcessFailed(RuntimeError):
         self.log = log
 
 
-def launch(work: Callable[[], Any], world: int, folder: Path, seconds: float, *, cpu: bool, alone: bool) -> list[Any]:
-    """Run ``work()`` in ``world`` processes; what each returned, by rank.
+def launch(
+    works: Sequence[Callable[[], Any]], folder: Path, seconds: float, *, devices: int, alone: bool, fresh: bool
+) -> list[Any]:
+    """Run each of ``works`` in a process of its own; what each returned, in order.
 
     Args:
-        work: a closure: it is forked, not sent.
-        world: number of processes.
+        works: one a process. Closures will do where processes are forked; fresh ones are sent them by pickle.
         folder: a new one, for logs and results.
         seconds: all of it; then the processes are killed.
-        cpu: leave accelerators alone.
-        alone: plain processes that know nothing of each other (``world`` jobs of one: ``work`` is asked with its
-            number in ``RANK``'s place by :func:`number`).
+        devices: accelerators that ranks share, in turns where they are fewer (which NCCL refuses by itself); 0 leaves
+            them alone.
+        alone: plain processes that know nothing of each other.
+        fresh: new interpreters instead of forks.
 
     Raises:
         ProcessFailed: the first that failed.
     """
     folder.mkdir(parents=True)
-    deadline = time.monotonic() + seconds
+    deadline, world = time.monotonic() + seconds, len(works)
     children: dict[int, int] = {}
     store = None
     try:
-        shared = _settings(folder, world, cpu)
-        if alone and not cpu:  # or plain Trainer would spread each batch over all devices (DataParallel)
+        shared = _settings(folder, world, cpu=not devices)
+        if alone and devices:  # or plain Trainer would spread each batch over all devices (DataParallel)
             shared["CUDA_VISIBLE_DEVICES"] = (variable("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
         if not alone:
             store, port = _serve_store(seconds)
             shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-        for rank in range(world):
-            own = {} if alone else {"RANK": str(rank), "LOCAL_RANK": _local_rank(rank)}
-            children[_fork(work, {**shared, **own}, folder, rank, seconds)] = rank
+        start = _start_fresh if fresh else _fork
+        for rank, work in enumerate(works):
+            local = rank % devices if devices else rank
+            own = {} if alone else {"RANK": str(rank), "LOCAL_RANK": str(local)}
+            children[start(work, {**shared, **own}, folder, rank, seconds)] = rank
         return _collect(children, world, folder, deadline)
     finally:
         for pid in (*children, *([store] if store else [])):
@@ -79,52 +85,32 @@ def launch(work: Callable[[], Any], world: int, folder: Path, seconds: float, *,
                 os.waitpid(pid, 0)
 
 
-def device_count() -> tuple[int, bool]:
-    """Accelerators of this machine, asked in a child: a process that has asked may not fork ranks.
+_ASK = """
+import torch
+torch.empty(1, device=torch.accelerator.current_accelerator())
+print("devices:", torch.accelerator.device_count())
+"""
+
+
+def device_count(seconds: float = 120) -> tuple[int, str]:
+    """Accelerators of this machine, asked in a process of its own: this one starts none.
 
     Returns:
-        how many there are, and whether a forked process may use them: not where an import has started CUDA here (seen
-        on an H200 with bitsandbytes installed).
+        how many there are, and why there is none (a line for people).
     """
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        count, usable = torch.accelerator.device_count() if torch.accelerator.is_available() else 0, True
-        try:
-            if count:
-                torch.empty(1, device=torch.accelerator.current_accelerator())
-        except RuntimeError:
-            count, usable = 0, False
-        finally:
-            os.write(write, f"{count} {int(usable)}".encode())
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as answer:
-        count_text, _, usable_text = answer.read().partition(" ")
-    os.waitpid(pid, 0)
-    return int(count_text or 0), usable_text != "0"
+    if torch.accelerator.current_accelerator() is None:  # what torch was built for: nothing is started
+        return 0, "this build of torch knows none"
+    try:
+        asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return 0, f"it did not answer within {seconds:g} s"
+    count = asked.stdout.rpartition("devices:")[2].strip()
+    if asked.returncode or not count.isdecimal():
+        return 0, next(iter(asked.stderr.strip().splitlines()[-1:]), f"exit status {asked.returncode}")
+    return int(count), ""
 
 
-_number = 0
-_devices = 0
-
-
-def number() -> int:
-    """In a child: its place in the launch."""
-    return _number
-
-
-def use_devices(count: int) -> None:
-    """How many accelerators ranks share; more ranks than devices take turns (which NCCL refuses by itself)."""
-    global _devices
-    _devices = count
-
-
-def _local_rank(rank: int) -> str:
-    return str(rank % _devices if _devices else rank)
-
-
-def _settings(folder: Path, world: int, cpu: bool) -> dict[str, str]:
+def _settings(folder: Path, world: int, *, cpu: bool) -> dict[str, str]:
     """Variables of every child: an accelerate YAML of our own, or the user's default one would be read."""
     file = folder / "accelerate.yaml"
     kind = "MULTI_GPU" if world > 1 else "NO"
@@ -135,6 +121,7 @@ def _settings(folder: Path, world: int, cpu: bool) -> dict[str, str]:
     )
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
     quiet["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+    quiet["NVIDIA_TF32_OVERRIDE"] = "0"  # float32 means float32, in cuDNN too
     return {**quiet, CONFIG_VARIABLE: str(file), **({"ACCELERATE_USE_CPU": "true"} if cpu else {})}
 
 
@@ -161,15 +148,26 @@ def _fork(work: Callable[[], Any], environment: dict[str, str], folder: Path, ra
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _be_child(work, environment, folder, rank, seconds)
+        be_child(work, environment, folder, rank, seconds)
     return pid
 
 
-def _be_child(
+ENTRY: tuple[str, ...] = ("hf_fsdpturbo.verify.fresh",)
+"""Module of a fresh process, and its first words."""
+
+
+def _start_fresh(work: Callable[[], Any], environment: dict[str, str], folder: Path, rank: int, seconds: float) -> int:
+    file = folder / f"{rank}.work"
+    with open(file, "wb") as out:
+        pickle.dump((sys.path, environment, folder, rank, seconds), out)
+        pickle.dump(work, out)
+    return os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-m", *ENTRY, str(file)])
+
+
+def be_child(
     work: Callable[[], Any], environment: dict[str, str], folder: Path, rank: int, seconds: float
 ) -> NoReturn:
-    global _number
-    _number = rank
+    """A process of a launch: do the work, leave its result or error in ``folder``, end."""
     code = 1
     try:
         log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)

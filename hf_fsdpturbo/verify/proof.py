@@ -16,23 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdpturbo.verify import verdicts
-from hf_fsdpturbo.verify.faults import FAULTS, after_save, check_fault, put_in
+from hf_fsdpturbo.verify.faults import FAULTS, check_fault
 from hf_fsdpturbo.verify.few_ranks import Layout, another
-from hf_fsdpturbo.verify.processes import ProcessFailed, launch, number
+from hf_fsdpturbo.verify.jobs import plain_job, rank_job
+from hf_fsdpturbo.verify.processes import ProcessFailed, device_count, launch
 from hf_fsdpturbo.verify.recording import Batch, Record, merge_batches
-from hf_fsdpturbo.verify.runs import (
-    CLIP,
-    SAVED_AT,
-    Run,
-    checkpoint,
-    in_one_process,
-    make_trainer,
-    on_ranks,
-    read_back,
-    read_plainly,
-    runs,
-    unpacked,
-)
+from hf_fsdpturbo.verify.runs import CLIP, SAVED_AT, Run, checkpoint, read_back, read_plainly, runs, unpacked
 from hf_fsdpturbo.verify.small_model import SmallModel, save_small, small_config
 from hf_fsdpturbo.verify.to_prove import Asked
 from hf_fsdpturbo.verify.users_config import read_config
@@ -46,12 +35,12 @@ class Proof:
 
     Args:
         asked: what is to be proven.
-        cpu: whether ranks leave accelerators alone.
+        devices: accelerators that ranks share; 0 for CPU.
         tell: called with a line where a run begins, for people who wait.
     """
 
-    def __init__(self, asked: Asked, cpu: bool, tell: Callable[[str], None]) -> None:
-        self.asked, self.cpu, self.tell = asked, cpu, tell
+    def __init__(self, asked: Asked, devices: int, tell: Callable[[str], None]) -> None:
+        self.asked, self.devices, self.cpu, self.tell = asked, devices, not devices, tell
         self.folder = asked.folder or Path(tempfile.mkdtemp(prefix="verify_"))
         self.runs = runs(asked)
         self.small: SmallModel
@@ -71,9 +60,9 @@ class Proof:
         try:
             whole = read_config(asked.values, asked.model)
             config = small_config(whole, asked.layout.ep, asked.layout.cp)
-            self.small = save_small(config, whole, self.folder / "model")
+            self.small = save_small(config, whole, self.folder / "model", command=asked.command)
             if asked.fault is not None:
-                check_fault(asked.fault, self.small, asked.training)
+                check_fault(asked.fault, self.small, asked.training, self.runs)
         except ValueError:
             self._clear()
             raise
@@ -105,36 +94,26 @@ class Proof:
         others = [name for name in ("recompute", "packing", "bf16", "resume") if name in self.runs]
         return [name for name in others if self.asked.fault is None or FAULTS[self.asked.fault].run == name]
 
-    def _launch(self, work: Callable[[], Any], world: int, *, alone: bool = False) -> list[Any]:
+    def _launch(self, works: list[Callable[[], Any]], *, alone: bool) -> list[Any]:
         self._launches += 1
-        place = self.folder / f"launch{self._launches}"
-        return launch(work, world, place, self.asked.seconds, cpu=self.cpu, alone=alone)
+        place, fresh = self.folder / f"launch{self._launches}", self.asked.fresh or not self.cpu
+        return launch(works, place, self.asked.seconds, devices=self.devices, alone=alone, fresh=fresh)
 
     def _ranks(self, name: str, layout: Layout, resume: str | None = None, saved: str | None = None) -> list[Record]:
         """Records of our ranks, by rank."""
-        asked, run, folder = self.asked, self.runs[name], str(self.folder / f"run_{name}")
         self.tell(f"{name}: {layout.world} rank(s), {layout.name}")
-
-        def work() -> Record:
-            trainer = make_trainer(asked, self.small, run, folder, layout, layout.dp, self.cpu)
-            put_in(asked.fault, name, trainer)
-            return on_ranks(trainer, resume=resume, saved=saved, after_save=after_save(asked.fault))
-
-        return self._launch(work, layout.world, alone=layout.world == 1)
+        run, folder = self.runs[name], self.folder / f"run_{name}"
+        work = functools.partial(rank_job, self.asked, self.small, run, folder, layout, self.cpu, resume, saved)
+        return self._launch([work] * layout.world, alone=layout.world == 1)
 
     def _alone(self, jobs: list[Callable[[], Record]], what: str) -> list[Record]:
         """Jobs of plain processes side by side."""
         self.tell(f"{what}: {len(jobs)} plain process(es)")
-        return self._launch(lambda: jobs[number()](), len(jobs), alone=True)
+        return self._launch(jobs, alone=True)
 
     def _reference(self, run: Run, batches: list[Batch] | None, moved: bool = False) -> Callable[[], Record]:
-        folder, dp = str(self.folder / f"plain_{run.name}_{moved}"), self.asked.layout.dp
-
-        def work() -> Record:
-            trainer = make_trainer(self.asked, self.small, run, folder, None, dp, self.cpu)
-            return in_one_process(trainer, batches, moved=moved)
-
-        return work
+        folder = self.folder / f"plain_{run.name}_{moved}"
+        return functools.partial(plain_job, self.asked, self.small, run, folder, batches, self.cpu, moved)
 
     def _batches(self, name: str) -> list[Batch]:
         return merge_batches(self._ours[name][:: self.asked.layout.cp])
@@ -232,18 +211,10 @@ def begin(asked: Asked, tell: Callable[[str], None]) -> tuple[Proof, str]:
     """A proof on the devices of this machine, and what they are.
 
     Raises:
-        ValueError: accelerators were asked for and there is none that a forked rank may use.
+        ValueError: accelerators were asked for and there is none that works.
     """
-    from hf_fsdpturbo.verify.processes import device_count, use_devices
-
-    count, usable = (0, True) if asked.device == "cpu" else device_count()
-    if asked.device == "accelerator" and not usable:
-        raise ValueError(
-            "--device accelerator: ranks are forked, and a package that was imported (bitsandbytes does) has started "
-            "CUDA already. Use cpu, or an environment without it."
-        )
+    count, why = (0, "") if asked.device == "cpu" else device_count()
     if asked.device == "accelerator" and not count:
-        raise ValueError("--device accelerator: this machine has none. Use cpu.")
-    cpu = count == 0 or (asked.device == "auto" and count < asked.layout.world)
-    use_devices(0 if cpu else count)
-    return Proof(asked, cpu, tell), "cpu" if cpu else f"{min(count, asked.layout.world)} accelerator(s)"
+        raise ValueError(f"--device accelerator: this machine has none that works ({why}). Use cpu.")
+    devices = 0 if asked.device == "auto" and count < asked.layout.world else min(count, asked.layout.world)
+    return Proof(asked, devices, tell), f"{devices} accelerator(s)" if devices else "cpu"

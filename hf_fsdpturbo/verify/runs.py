@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,12 +12,15 @@ from torch import Tensor
 
 from hf_fsdpturbo.lora.adapter import config_of_files
 from hf_fsdpturbo.verify.few_ranks import Layout
+from hf_fsdpturbo.verify.made_data import LONGEST, ROWS, columns, loss_of
 from hf_fsdpturbo.verify.recording import Batch, Record, recording, whole_parameters
-from hf_fsdpturbo.verify.shrunk_config import LAST_IDS, SPECIAL, VOCAB
+from hf_fsdpturbo.verify.shrunk_config import SPECIAL
 from hf_fsdpturbo.verify.small_model import SmallModel, small_tokenizer
 from hf_fsdpturbo.verify.to_prove import Asked
 
-ROWS, SHORTEST, LONGEST, PACKED = 2, 8, 40, 64
+PACKED = 64
+TRAINERS = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}
+"""What stands before ``Trainer`` and ``Config`` in TRL's names, by command."""
 PAD = SPECIAL.index("pad_token_id")
 CLIP = 0.25  # below the norms of small models, so that clipping acts
 COMMON: dict[str, Any] = {
@@ -65,19 +67,13 @@ def runs(asked: Asked) -> dict[str, Run]:
     found = [
         Run("train", SAVED_AT + 1, ranks_only=stored),
         Run("recompute", 1, ranks_only=again),
-        Run("packing", 1, {"packing": True, "max_length": PACKED}),
         Run("resume", SAVED_AT + 1),
     ]
+    if asked.command == "sft":  # others take no packed rows
+        found.append(Run("packing", 1, {"packing": True, "max_length": PACKED}))
     if asked.bf16:
         found.append(Run("bf16", 2, {"bf16": True}, storage=asked.storage))
     return {run.name: run for run in found}
-
-
-def samples(number: int) -> list[list[int]]:
-    """Token ids of uneven lengths, drawn; those of pads, images and the like are left out."""
-    draw = random.Random(3)
-    lengths = [draw.randint(SHORTEST, LONGEST) for _ in range(number)]
-    return [[draw.randrange(3, VOCAB - LAST_IDS) for _ in range(length)] for length in lengths]
 
 
 def make_trainer(
@@ -106,12 +102,13 @@ def make_trainer(
         arguments["gradient_accumulation_steps"] *= dp
     arguments["model_init_kwargs"] = {"dtype": run.storage, "attn_implementation": asked.attention}
     owner, prefix = (trl, "") if layout is None else (hf_fsdpturbo, "FSDPTurbo")
+    name = f"{prefix}{TRAINERS[asked.command]}"
     micro_batches = arguments["gradient_accumulation_steps"] * (1 if layout is None else dp)
-    data = samples(ROWS * micro_batches * (SAVED_AT + 4))  # as many in every run: then they share their first batches
-    return recording(getattr(owner, f"{prefix}SFTTrainer"))(
+    rows = ROWS * micro_batches * (SAVED_AT + 4)  # as many in every run: then they share their first batches
+    return recording(getattr(owner, f"{name}Trainer"))(
         model=small.folder,
-        args=getattr(owner, f"{prefix}SFTConfig")(**{**arguments, **own}),
-        train_dataset=Dataset.from_dict({"input_ids": data}),
+        args=getattr(owner, f"{name}Config")(**{**arguments, **own}),
+        train_dataset=Dataset.from_dict(columns(asked.command, rows)),
         processing_class=small_tokenizer(),
         peft_config=_adapter(asked),
     )
@@ -182,18 +179,6 @@ def unpacked(batch: Batch) -> Batch:
     masks = [torch.ones_like(one) for one in ids]
     fill = {"input_ids": (ids, PAD), "labels": (labels, -100), "attention_mask": (masks, 0)}
     return {name: pad_sequence(rows, True, value) for name, (rows, value) in fill.items()}
-
-
-def loss_of(model: Any, batch: Batch) -> float:
-    """Mean cross entropy of a batch's next tokens, without router losses: whether those are asked for is TRL's."""
-    import torch
-
-    device = next(model.parameters()).device
-    inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask") if name in batch}
-    with torch.no_grad():
-        logits = model.eval()(**inputs, use_cache=False).logits[:, :-1].float()
-    targets = batch["labels"][:, 1:].to(device)
-    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
 
 def read_back(asked: Asked, small: SmallModel, saved: str, batch: Batch, cpu: bool) -> Record:

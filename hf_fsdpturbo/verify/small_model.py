@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,13 +133,15 @@ def _attention(layer: Any) -> str | None:
     return None
 
 
-def save_small(config: Any, whole: Any, folder: Path, seed: int = 0) -> SmallModel:
+def save_small(config: Any, whole: Any, folder: Path, seed: int = 0, command: str = "sft") -> SmallModel:
     """Make the small model at random and save it as its family is released, with a tokenizer.
 
     Args:
         config: from :func:`small_config`.
         whole: the user's config.
         folder: an empty one.
+        seed: of the weights.
+        command: ``reward`` makes a reward model with a head.
 
     Raises:
         ValueError: no experts, or Transformers cannot build the class.
@@ -149,7 +152,10 @@ def save_small(config: Any, whole: Any, folder: Path, seed: int = 0) -> SmallMod
     from hf_fsdpturbo.model_spec import find_experts
     from hf_fsdpturbo.verify.random_weights import random_weights
 
-    name = architecture(whole)
+    name = architecture(whole, command)
+    if command == "reward":
+        config.update({"num_labels": 1})
+        config.get_text_config().update({"pad_token_id": SPECIAL.index("pad_token_id")})
     kind = getattr(transformers, name)
     try:
         model = random_weights(lambda: kind(config), seed)
@@ -174,6 +180,7 @@ def save_small(config: Any, whole: Any, folder: Path, seed: int = 0) -> SmallMod
     text = config.get_text_config()
     sizes = f"{text.num_hidden_layers} layers, hidden {text.hidden_size}, {few_count(experts)} experts"
     has_aux = hasattr(text, "output_router_logits") and bool(getattr(text, "router_aux_loss_coef", 0.0))
+    has_aux = has_aux and command != "reward"  # TRL's reward trainer adds none
     kinds = f"{len(there & kept)} of {len(there)} kinds of layers"
     return SmallModel(str(folder), name, sizes, kinds, few_count(experts), has_aux)
 
@@ -186,17 +193,20 @@ def few_count(experts: dict[str, Any]) -> int:
 
 
 def small_tokenizer() -> Any:
-    """A word a token; ids are drawn, so that nothing is read by it."""
-    from tokenizers import Tokenizer, models
+    """A word a token, ``w5`` is 5: TRL's DPO reads text by it (``made_data.py``), else ids are given."""
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     words = {f"<{name.split('_')[0]}>": index for index, name in enumerate(SPECIAL)}
+    words["<unk>"] = len(words)  # a special token, so no beginning of another word
     words |= {f"w{index}": index for index in range(len(words), VOCAB)}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}
+    written = json.dumps({"pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model})
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w3")),
+        tokenizer_object=Tokenizer.from_str(written),
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
-        unk_token="w3",
+        unk_token="<unk>",
         model_max_length=4096,
     )

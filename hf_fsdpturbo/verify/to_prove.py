@@ -15,12 +15,28 @@ TRAINING = (
     "adam_beta2",
     "weight_decay",
     "gradient_accumulation_steps",
-    "loss_type",
-    "label_smoothing_factor",
     "average_tokens_across_devices",
-    "packing_strategy",
 )
-"""Arguments of TRL's SFTConfig that are carried into every run, on both sides."""
+"""Arguments of TRL's configs that are carried into every run, on both sides."""
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "sft": ("loss_type", "label_smoothing_factor", "packing_strategy"),
+    "dpo": (
+        "loss_type",
+        "loss_weights",
+        "beta",
+        "label_smoothing",
+        "ld_alpha",
+        "f_divergence_type",
+        "f_alpha_divergence_coef",
+        "use_weighting",
+        "discopop_tau",
+    ),
+    "reward": ("center_rewards_coefficient",),
+}
+"""Commands that can be proven, and what is carried of their own arguments."""
+REFERENCE = ("precompute_ref_log_probs", "sync_ref_model")
+"""Of DPO: the first needs a data set in files, and what the second moves is not in a checkpoint."""
+QUANTISED = ("load_in_4bit", "load_in_8bit")
 TURBO = (
     "kernel_config",
     "init_config",
@@ -49,6 +65,7 @@ LORA = (
     "lora_target_modules",
     "lora_target_parameters",
     "lora_modules_to_save",
+    "lora_task_type",
     "use_rslora",
     "use_dora",
 )
@@ -62,6 +79,7 @@ class Asked:
 
     Attributes:
         model: as it was typed. values: its ``config.json``.
+        command: of :data:`COMMANDS`.
         users: the layout of the user's run. layout: the one to run here.
         training, turbo, dist, lora: what is carried, by the names above.
         attention: ``attn_implementation``, None for Transformers' choice.
@@ -69,7 +87,7 @@ class Asked:
         recompute: ``full`` or ``selective``.
         fault: what ``--inject`` breaks.
         seconds: limit of one launch.
-        device: ``auto``, ``cpu`` or ``accelerator``.
+        device: ``auto``, ``cpu`` or ``accelerator``. fresh: new interpreters on CPU too.
         folder: where models, logs and records stay; None for nowhere.
         notes: what is not carried, and why.
     """
@@ -78,6 +96,7 @@ class Asked:
     values: dict[str, Any]
     users: Layout
     layout: Layout
+    command: str = "sft"
     training: dict[str, Any] = field(default_factory=dict)
     turbo: dict[str, Any] = field(default_factory=dict)
     dist: dict[str, Any] = field(default_factory=dict)
@@ -89,23 +108,34 @@ class Asked:
     fault: str | None = None
     seconds: float = 150.0
     device: str = "auto"
+    fresh: bool = False
     folder: Path | None = None
     notes: tuple[str, ...] = ()
 
 
-def carried(given: Mapping[str, Any], *, cpu: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+def carried(given: Mapping[str, Any], *, cpu: bool, command: str = "sft") -> tuple[dict[str, Any], tuple[str, ...]]:
     """Fields of :class:`Asked` from the user's arguments, and notes.
 
     Args:
         given: what the user gave, by argument; ``dist_config`` is a mapping here.
         cpu: ranks will run on CPU: what only an accelerator has is replaced or left out, and a note says so.
+        command: whose arguments they are.
+
+    Raises:
+        ValueError: what they ask for cannot be proven.
     """
-    notes = []
+    for name in QUANTISED:
+        if given.get(name):
+            raise ValueError(
+                f"{name}: verify proves no quantised base: plain TRL trains no quantised experts to compare with. "
+                "Leave it out, to prove your layout with the weights in full."
+            )
+    notes = [f"{name} is not carried" for name in REFERENCE if given.get(name)]
     dist = {name: value for name, value in (given.get("dist_config") or {}).items() if name in DIST}
     if given.get("ep_dispatcher") is not None:
         dist["ep_dispatcher"] = given["ep_dispatcher"]
     turbo = {name: given[name] for name in TURBO if given.get(name) is not None}
-    training = {name: given[name] for name in TRAINING if given.get(name) is not None}
+    training = {name: given[name] for name in (*TRAINING, *COMMANDS[command]) if given.get(name) is not None}
     accumulation = training.get("gradient_accumulation_steps", MOST_ACCUMULATION)
     training["gradient_accumulation_steps"] = min(int(accumulation), MOST_ACCUMULATION)
     if given.get("router_aux_loss_coef") == 0:  # any other size of it is the small model's

@@ -107,8 +107,12 @@ def _largest(value: Any) -> int:
     return max((n for n in numbers if isinstance(n, int) and not isinstance(n, bool)), default=0)
 
 
-def architecture(config: Any) -> str:
+def architecture(config: Any, command: str = "sft") -> str:
     """Name of the class that is trained: what the config names, or the causal language model of its type.
+
+    Args:
+        config: the user's.
+        command: ``reward`` trains the sequence classification of its type.
 
     Raises:
         ValueError: Transformers has none.
@@ -116,12 +120,14 @@ def architecture(config: Any) -> str:
     import transformers
     from transformers.models.auto import modeling_auto
 
-    named = next(iter(config.architectures or ()), None)
+    tables = ["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"]
+    what, named = "causal language model", next(iter(config.architectures or ()), None)
+    if command == "reward":
+        what, named, tables = "reward model", None, ["MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"]
     if named is None:
-        tables = ["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"]
         for table in tables if config.get_text_config() is config else reversed(tables):
             named = named or getattr(modeling_auto, table).get(config.model_type)
     named = named[0] if isinstance(named, tuple) else named
     if named is None or not hasattr(transformers, named):
-        raise ValueError(f"MODEL: Transformers has no causal language model {named or ''} for {config.model_type}.")
+        raise ValueError(f"MODEL: Transformers has no {what} {named or ''} for {config.model_type}.")
     return named

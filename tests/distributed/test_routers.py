@@ -17,7 +17,14 @@ import torch
 from tests.support.compare import TOLERANCE, compare, distance
 from tests.support.hand_counts import HandCounts
 from tests.support.records import Record, Run
-from tests.support.reference_run import build_trainer, forget_accelerate, merge_batches, run_reference, run_turbo
+from tests.support.reference_run import (
+    build_trainer,
+    forget_accelerate,
+    merge_batches,
+    run_reference,
+    run_turbo,
+    whole_parameters,
+)
 from tests.support.spawn import run_plain, run_ranks
 from tests.support.tiny_models import texts
 
@@ -93,6 +100,34 @@ def afterwards(trainer: Any) -> dict[str, Any]:
     return {"biases": biases_of(trainer.model), "rates": trainer.rates, "folder": folder}
 
 
+def spoilt(trainer: Any) -> list[dict[str, torch.Tensor]]:
+    """``before_train``: rank 1 has no finite loss in its second step; returns biases (and weights) after each step."""
+    from transformers import TrainerCallback
+
+    by_hand(trainer)
+    after: list[dict[str, torch.Tensor]] = []
+    if not hasattr(trainer, "parallel_state"):
+        return after
+    passes = [0]
+
+    def spoil(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        passes[0] += module.training
+        return output * float("nan") if passes[0] == 2 and os.environ["RANK"] == "1" else output
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            after.append({**biases_of(trainer.model), **whole_parameters(trainer.model)})
+
+    trainer.model.model.norm.register_forward_hook(spoil)
+    trainer.add_callback(Keep())
+    return after
+
+
+def only_biases(trainer: Any) -> dict[str, torch.Tensor]:
+    """``after_train``."""
+    return biases_of(trainer.model)
+
+
 def resumed(run: Run, checkpoint: str) -> Record:
     forget_accelerate()
     trainer = build_trainer(run, turbo=True)
@@ -140,9 +175,10 @@ def shards_of_a_bias() -> list[torch.Tensor]:
     return moved
 
 
-def train_all(balanced: Run, frozen: Run) -> dict[str, Any]:
+def train_all(balanced: Run, frozen: Run, skipping: Run) -> dict[str, Any]:
     """Rank function."""
     found: dict[str, Any] = {"balanced": run_turbo(balanced), "frozen": run_turbo(frozen)}
+    found["skipping"] = run_turbo(skipping)
     found["refused"] = refused(frozen)
     found["moved"] = shards_of_a_bias()
     return found
@@ -182,15 +218,22 @@ def runs(tiny, tmp_path_factory) -> dict[str, Any]:
     more = {"before_train": by_hand, "after_train": afterwards, "gradients": False}
     balanced = Run(path, data, args, {"ep_size": 2, **BALANCED}, **more)
     frozen = Run(tiny("qwen3_moe"), data, {"max_steps": 2}, {"ep_size": 2, "freeze_routers": True})
-    by_rank = run_ranks(train_all, 4, balanced, frozen, timeout=120)
+    short = {"max_steps": STEPS, "weight_decay": 0.1}
+    skipping = replace(
+        balanced, args=short, turbo={**balanced.turbo, "on_nonfinite": "skip"}, before_train=spoilt,
+        after_train=only_biases,
+    )  # fmt: skip
+    by_rank = run_ranks(train_all, 4, balanced, frozen, skipping, timeout=120)
     reference = replace(balanced, args={**args, "save_strategy": "no", "output_dir": str(folder / "reference")})
     batches = merge_batches([found["balanced"] for found in by_rank])
     frozen_batches = merge_batches([found["frozen"] for found in by_rank])
+    seen = merge_batches([found["skipping"] for found in by_rank])
+    without = replace(skipping, args={**short, "max_steps": STEPS - 1})  # the same, never having seen the second step
     held = replace(frozen, as_object=True, prepare=frozen_gates)
     one = {**args, "gradient_accumulation_steps": 8, "save_strategy": "no", "output_dir": str(folder / "resumed")}
     plain, again, other_rate = run_plain(
         alone,
-        [(reference, 4, batches), (held, 4, frozen_batches)],
+        [(reference, 4, batches), (held, 4, frozen_batches), (without, 4, [*seen[:4], *seen[8:]])],
         replace(balanced, args=one, turbo=BALANCED),
         str(folder / "balanced" / "checkpoint-2"),
         timeout=120,
@@ -199,6 +242,7 @@ def runs(tiny, tmp_path_factory) -> dict[str, Any]:
         "ranks": by_rank,
         "reference": plain[0],
         "frozen reference": plain[1],
+        "without": plain[2],
         "resumed": again,
         "other rate": other_rate,
     }
@@ -227,6 +271,20 @@ def test_biases_and_rates_go_on_in_a_resumed_run(runs):
         assert torch.equal(again.extra["after"]["biases"][name], bias), name
     assert again.extra["after"]["rates"] == through.extra["after"]["rates"][2:]
     same = compare(again, through, what=("weights",))
+    assert same, same.report
+
+
+def test_a_step_that_is_left_out_moves_no_bias(runs):
+    """As in one process that never saw its micro-batches: neither its update, nor its load in the next one."""
+    reference = runs["without"]
+    for found in runs["ranks"]:
+        first, skipped, last = found["skipping"].extra["before"]
+        assert all(torch.equal(first[name], skipped[name]) for name in first)
+        moved = [name for name in first if not torch.equal(skipped[name], last[name])]
+        assert sum(name.endswith(BIAS) for name in moved) == 2, "the next step moves them again"
+        for name, bias in found["skipping"].extra["after"].items():
+            assert distance(bias, reference.extra["after"][name]) < TOLERANCE, name
+    same = compare(runs["ranks"][0]["skipping"], reference, what=("weights",))
     assert same, same.report
 
 

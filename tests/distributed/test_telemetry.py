@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fsdpturbo.telemetry.load_record import read_load
+from tests.support import trackers
 from tests.support.hand_counts import assert_load
 from tests.support.records import Record
 from tests.support.reference_run import Run, build_trainer, forget_accelerate, run_reference, run_turbo
@@ -98,12 +100,27 @@ def counted(run: Run) -> dict[str, Record]:
     return found
 
 
+def tracked(run: Run, folder: Path) -> dict[str, trackers.Points]:
+    """Lines of a run with an evaluation, as the console, a writer and every tracker that is installed have them."""
+    forget_accelerate()
+    args = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **trackers.track(folder)}
+    trainer = build_trainer(replace(run, gradients=False), turbo=True, output_dir=str(folder), **args)
+    writer = trackers.Writer()
+    trainer.add_callback(trackers.with_writer(writer))
+    trainer.train()
+    if trainer.args.process_index:
+        return {"writer": writer.points}
+    installed = {name: trackers.read_back(name, folder) for name in trackers.importable()}
+    return {"console": trackers.console(trainer.state.log_history), "writer": writer.points, **installed}
+
+
 def watched(run: Run, folder: str) -> tuple:
-    """Rank function: on, off (two steps a window, an evaluation between), and resumed."""
+    """Rank function: on, off (two steps a window, an evaluation between), resumed, and what trackers got."""
     args = {"logging_steps": 2, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 3}
     counts = (count_operators(replace(run, args={**run.args, **args}), metrics) for metrics in (True, False))
     saved = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    return (*counts, interrupted(replace(run, args={**run.args, **saved}), folder))
+    resumed = interrupted(replace(run, args={**run.args, **saved}), folder)
+    return (*counts, resumed, tracked(run, Path(folder) / "tracked"))
 
 
 def run_of(tiny: Any, turbo: dict, **args: Any) -> Run:
@@ -128,7 +145,8 @@ def outcome(tiny):
 @pytest.fixture(scope="module")
 def on_off_resumed(tiny, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("resumed"))
-    return run_ranks(watched, WORLD, run_of(tiny, {"ep_size": 2}), folder, timeout=120)[0]
+    first, second = run_ranks(watched, WORLD, run_of(tiny, {"ep_size": 2}), folder, timeout=120)
+    return (*first, second[3])
 
 
 def one_process(run: Run) -> tuple[Record, Record]:
@@ -157,7 +175,7 @@ def test_faults_put_back_are_seen(outcome, fault):
 
 
 def test_one_collective_more_a_logging_step_and_no_wait_in_a_step(on_off_resumed):
-    (on, waits, logs), (off, fewer_waits, plain), _ = on_off_resumed
+    (on, waits, logs), (off, fewer_waits, plain), *_ = on_off_resumed
     lines = [log for log in logs if "loss" in log]
     assert len(lines) == 2
     assert on - off == Counter({"c10d::allreduce_": len(lines)})
@@ -176,3 +194,22 @@ def test_a_resumed_run_continues_its_record(on_off_resumed):
     for before, after in zip(whole.counts, resumed.counts, strict=True):
         assert (before == after).all()
     assert whole.losses == pytest.approx(resumed.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["writer", *trackers.TRACKERS])
+def test_trackers_get_what_the_console_gets(on_off_resumed, name):
+    """Each value of each line, from rank 0 alone; tensorboard and trackio themselves where they are installed."""
+    found, of_another_rank = on_off_resumed[3], on_off_resumed[4]
+    if name not in found:
+        pytest.skip(f"{name} is not installed: its callback's writer is checked by a stand-in only")
+    shown = found["console"]
+    names = {key for _, key in shown}
+    assert names >= {*NAMES, "loss", "eval_loss", "straggler_rank", "grad_norm_expert"}
+    # Transformers sends trackio no sums over the whole run, and its printer takes total_flos from who comes after.
+    sums = {"train_runtime", "train_loss", "train_samples_per_second", "train_steps_per_second"}
+    left_out = {"total_flos", *(sums if name == "trackio" else ())}
+    wanted = {key: value for key, value in shown.items() if key[1] not in left_out}
+    assert found[name].keys() - {(2, "total_flos")} == wanted.keys()
+    for key, value in wanted.items():
+        assert found[name][key] == pytest.approx(value, rel=1e-6), key  # tensorboard keeps float32
+    assert of_another_rank == {"writer": {}}

@@ -35,3 +35,18 @@ def test_an_export_with_two_experts_exchanged_is_red_and_nothing_else():
     found = run_plain(proven, "gpt-oss-20b", "--inject", "export_swapped", timeout=100)
     assert [row["row"] for row in found["rows"] if row["verdict"] != "exact"] == ["saved file"]
     assert (found["status"], found["exact"]) == (1, False)
+
+
+def test_preferences_are_exact_and_red_where_a_resumed_run_forgets():
+    """The run before the fault's is a proof of its own: all of its rows are exact."""
+    found = run_plain(proven, "qwen3-30b-a3b", "--command", "dpo", "--inject", "moments_lost", timeout=100)
+    rows = {row["row"]: row["verdict"] for row in found["rows"]}
+    trained = ("loaded", "loss", "gradients", "norm", "weights", "saved file")
+    assert rows == {**dict.fromkeys(trained, "exact"), "resume at efsdp2": "differs"}, found["rows"]
+
+
+def test_a_reward_model_is_exact_and_red_where_its_recompute_differs():
+    found = run_plain(proven, "gpt-oss-20b", "--command", "reward", "--inject", "recompute_differs", timeout=100)
+    rows = {row["row"]: row["verdict"] for row in found["rows"]}
+    trained = ("loaded", "loss", "gradients", "norm", "weights", "saved file")
+    assert rows == {**dict.fromkeys(trained, "exact"), "recompute": "differs"}, found["rows"]

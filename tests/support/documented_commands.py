@@ -88,7 +88,7 @@ RUN_BY: list[tuple[str, str]] = [
     (r"make (demo|demo-dpo|demo-reward)$", "distributed/test_demo_end_to_end.py"),
     (r"make demo-vl$", "not run: three minutes; its trainer and processor are those of distributed/test_images.py"),
     (r"make (test|quick|lint)", "not run: it runs the tests"),
-    (r"make (fuzz|families|matrix|peers|chaos)", "not run: hours, or minutes; its parts are in make test"),
+    (r"make (fuzz|families|matrix|peers|chaos|verify)", "not run: hours, or minutes; its parts are in make test"),
     (r"python3? -m tests\.families", "distributed/test_families.py"),
     (r"python3? -m tests\.models_recipes", "not run: minutes; tests compare what it wrote with plan, and run one"),
     (r"python3? -m tests\.support\.", "unit/test_upstream_table.py"),

@@ -37,6 +37,21 @@ class _Done(dist.Work):
         return self._future
 
 
+class _Pending(dist.Work):
+    """A message that is under way; ``wait`` ends it, and moves what has come to where it belongs."""
+
+    def __init__(self, call: Any, outputs: list[Tensor], staged: list[Tensor]) -> None:
+        super().__init__()
+        self._call, self._pairs = call, list(zip(outputs, staged, strict=True))
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._call.wait()
+        for output, tensor in self._pairs:
+            output.copy_(tensor)
+        self._pairs = []
+        return True
+
+
 class StagedGloo(ProcessGroup):
     """Copies to the host, calls gloo, copies back; each call returns when it is over."""
 
@@ -130,6 +145,14 @@ class StagedGloo(ProcessGroup):
             staged, source.detach().cpu().contiguous(), output_splits, input_splits, dist.AllToAllOptions()
         )
         return self._run(call, [output], [staged])
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
+        staged = [t.detach().cpu() for t in tensors]
+        return _Pending(self.gloo.send(staged, to, tag), staged, staged)  # which holds them until they are sent
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        staged = [torch.empty_like(t, device="cpu") for t in tensors]
+        return _Pending(self.gloo.recv(staged, source, tag), tensors, staged)
 
     # The names of torch 2.13 for the same calls.
     all_gather_single = _allgather_base

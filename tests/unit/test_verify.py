@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import time
 from dataclasses import replace
@@ -16,12 +18,13 @@ from hf_fsdpturbo.commands.recipe_words import given_values
 from hf_fsdpturbo.ranks import rank as rank_of
 from hf_fsdpturbo.verify import faults, runs, verdicts
 from hf_fsdpturbo.verify.few_ranks import Layout, another, on_few_ranks, on_two_ranks, read_layout, users_layout
-from hf_fsdpturbo.verify.processes import ProcessFailed, launch, number
+from hf_fsdpturbo.verify.processes import ProcessFailed, launch
 from hf_fsdpturbo.verify.recording import Record
 from hf_fsdpturbo.verify.small_model import few_experts, few_heads, save_small, small_config
 from hf_fsdpturbo.verify.to_prove import Asked, carried
 from hf_fsdpturbo.verify.users_config import read_config, read_values
 from hf_fsdpturbo.verify.verdicts import DIFFERS, EXACT, Verdict
+from tests.support.fresh_work import summed
 
 CLIP = 0.25
 
@@ -245,28 +248,60 @@ def test_the_fault_in_a_file_exchanges_two_experts(names: tuple[str, ...], tmp_p
 # Processes
 
 
+FORKED: dict[str, Any] = {"devices": 0, "alone": True, "fresh": False}
+
+
 def test_processes_answer_in_order(tmp_path):
-    found = launch(lambda: (number(), rank_of()), 3, tmp_path / "a", 30, cpu=True, alone=True)
-    assert found == [(0, 0), (1, 0), (2, 0)]
+    works = [functools.partial(lambda number: (number, rank_of()), number) for number in range(3)]
+    assert launch(works, tmp_path / "a", 30, **FORKED) == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_ranks_that_are_new_interpreters(tmp_path, monkeypatch):
+    """As ranks on accelerators are."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    works = [functools.partial(summed, number) for number in (3, 4)]
+    found = launch(works, tmp_path / "ranks", 60, devices=0, alone=False, fresh=True)
+    assert found == [(7.0, 0, True), (7.0, 1, True)]
+
+
+def test_what_is_sent_to_new_interpreters_can_be_sent(tmp_path):
+    """Closures would do for forks only: every run's work goes by pickle."""
+    import pickle
+
+    from hf_fsdpturbo.verify import proof
+    from hf_fsdpturbo.verify.small_model import SmallModel
+
+    asked = Asked("m", {}, Layout(), Layout(ep=2), folder=tmp_path, fresh=True)
+    whole_proof = proof.Proof(asked, 0, print)
+    whole_proof.small = SmallModel("f", "c", "s", "k", 4, True)
+    sent = []
+    whole_proof._launch = lambda works, alone: sent.extend(works) or [Record()] * len(works)
+    whole_proof.tell = lambda line: None
+    for name in whole_proof.runs:
+        whole_proof._ranks(name, asked.layout)
+        whole_proof._alone([whole_proof._reference(whole_proof.runs[name], [{"a": torch.ones(1)}], moved=True)], name)
+    assert len(sent) == 3 * len(whole_proof.runs)
+    assert [pickle.loads(pickle.dumps(work)).func for work in sent] == [work.func for work in sent]
 
 
 def test_a_process_that_fails_dies_or_sleeps_is_named(tmp_path):
+    def well() -> None:
+        pass
+
     def fail() -> None:
-        if number() == 1:
-            raise ValueError("the words of rank 1")
+        raise ValueError("the words of rank 1")
 
     def die() -> None:
-        if number() == 1:
-            os._exit(3)
+        os._exit(3)
 
     with pytest.raises(ProcessFailed, match="^rank 1: ValueError: the words of rank 1$") as failure:
-        launch(fail, 2, tmp_path / "fail", 30, cpu=True, alone=True)
+        launch([well, fail], tmp_path / "fail", 30, **FORKED)
     assert "Traceback" in failure.value.log
     with pytest.raises(ProcessFailed, match=r"rank 1 died \(exit status 3\)"):
-        launch(die, 2, tmp_path / "die", 30, cpu=True, alone=True)
+        launch([well, die], tmp_path / "die", 30, **FORKED)
     started = time.monotonic()
     with pytest.raises(ProcessFailed, match=r"ranks \[0\] had not ended") as late:
-        launch(lambda: time.sleep(60), 1, tmp_path / "late", 1, cpu=True, alone=True)
+        launch([lambda: time.sleep(60)], tmp_path / "late", 1, **FORKED)
     assert time.monotonic() - started < 10
     assert "in <lambda>" in late.value.log, "the stack of the one that waited"
 
@@ -297,6 +332,9 @@ BAD = {
     "cp_size (2) must divide world_size (3)": [
         "gpt-oss-20b", "--accelerate_config", "npu_cp2_ep4_efsdp2", "--nproc", "3",
     ],
+    "argument --command: invalid choice: 'kto'": ["gpt-oss-20b", "--command", "kto"],
+    "load_in_4bit: verify proves no quantised base": ["gpt-oss-20b", "--load_in_4bit", "true"],
+    "--beta in the command line: no such argument": ["gpt-oss-20b", "--beta", "0.2"],
     "argument --device: invalid choice": ["gpt-oss-20b", "--device", "tpu"],
     "'more': one MODEL is enough": ["gpt-oss-20b", "more"],
 }  # fmt: skip
@@ -333,6 +371,13 @@ def test_the_users_files_and_words_are_carried(tmp_path):
     assert asked.lora == {"use_peft": True, "lora_r": 4}
 
 
+def test_pictures_are_said_not_to_be_proven(tmp_path):
+    for values, expected in (({}, 0), ({"vision_config": {}}, 1)):
+        (tmp_path / "m.json").write_text(json.dumps({"model_type": "qwen3_vl_moe", **values}))
+        asked = verify_door._asked(*verify_door.parse([str(tmp_path / "m.json")]))
+        assert sum("pictures are not proven" in note for note in asked.notes) == expected
+
+
 def test_unknown_arguments_are_refused_by_the_recipes_parser():
     with pytest.raises(ValueError, match="--ep_siz in the command line: no such argument"):
         given_values("sft", ["--ep_siz", "2"], {})
@@ -347,15 +392,62 @@ def test_what_only_an_accelerator_has_is_replaced_with_a_note():
     assert (fields["dist"], fields["attention"], notes) == ({"ep_dispatcher": "mc2"}, "flash_attention_2", ())
 
 
-def test_cuda_that_an_import_has_started_is_named(monkeypatch):
-    from types import SimpleNamespace
+def test_arguments_of_preferences_are_carried_and_what_cannot_be_is_said():
+    given = {"beta": 0.3, "loss_type": ["ipo"], "packing_strategy": "bfd", "precompute_ref_log_probs": True}
+    fields, notes = carried(given, cpu=True, command="dpo")
+    assert fields["training"] == {"beta": 0.3, "loss_type": ["ipo"], "gradient_accumulation_steps": 2}
+    assert notes == ("precompute_ref_log_probs is not carried",)
+    with pytest.raises(ValueError, match="load_in_8bit: verify proves no quantised base"):
+        carried({"load_in_8bit": True}, cpu=True)
 
+
+def test_preferences_have_no_packed_run_to_break():
+    small = SimpleNamespace(has_aux_loss=False, architecture="A")
+    for command in ("dpo", "reward"):
+        known = runs.runs(Asked("m", {}, Layout(), Layout(ep=2), command=command))
+        assert set(known) == {"train", "recompute", "resume", "bf16"}
+        with pytest.raises(ValueError, match="documents_leak: there is no packing run"):
+            faults.check_fault("documents_leak", small, {}, known)
+
+
+def test_the_small_tokenizer_reads_preferences_as_the_ids_that_were_drawn():
+    from hf_fsdpturbo.verify import made_data
+    from hf_fsdpturbo.verify.small_model import small_tokenizer
+
+    rows, tokenizer = made_data.columns("dpo", 3), small_tokenizer()
+    for prompt, ids in zip(rows["prompt"], made_data.samples(3, seed=5, longest=made_data.PROMPT), strict=True):
+        assert tokenizer(prompt + "w7<eos>")["input_ids"] == [*ids, 7, tokenizer.eos_token_id]
+    assert rows["chosen"] != rows["rejected"]
+
+
+def test_a_family_without_a_reward_model_is_refused():
+    from hf_fsdpturbo.verify.users_config import architecture
+
+    whole = read_config(read_values("gpt-oss-20b"), "m")
+    assert (architecture(whole), architecture(whole, "reward")) == (
+        "GptOssForCausalLM",
+        "GptOssForSequenceClassification",
+    )
+    with pytest.raises(ValueError, match="has no reward model"):
+        architecture(read_config(read_values("glm-4.5-air"), "m"), "reward")
+
+
+def test_accelerators_are_asked_in_a_process_of_their_own(monkeypatch):
     from hf_fsdpturbo.verify import processes, proof
 
-    assert processes.device_count() == (0, True)
-    started = {"is_available": lambda: True, "device_count": lambda: 2, "current_accelerator": lambda: "no device"}
-    for name, answer in started.items():  # "no device": a RuntimeError, as of CUDA in a fork
-        monkeypatch.setattr(processes.torch.accelerator, name, answer)
-    assert processes.device_count() == (0, False)
-    with pytest.raises(ValueError, match="--device accelerator.*started CUDA"):
-        proof.begin(SimpleNamespace(device="accelerator"), print)
+    def began(device: str, found: tuple[int, str], ranks: int) -> Any:
+        monkeypatch.setattr(proof, "device_count", lambda: found)
+        asked = Asked("m", {}, Layout(), Layout(ep=ranks), device=device)
+        return proof.begin(asked, print)[0].devices
+
+    assert [began("auto", (2, ""), n) for n in (2, 4)] == [2, 0], "as many as ranks, or CPU"
+    assert began("accelerator", (1, ""), 2) == 1
+    assert began("cpu", (8, ""), 2) == 0
+    with pytest.raises(ValueError, match=r"--device accelerator: this machine has none that works \(driver too old\)"):
+        began("accelerator", (0, "driver too old"), 2)
+    assert processes.device_count()[0] == 0
+    monkeypatch.setattr(processes.torch.accelerator, "current_accelerator", lambda: "cuda")
+    monkeypatch.setattr(processes, "_ASK", "print('devices:', 3)")
+    assert processes.device_count() == (3, "")
+    monkeypatch.setattr(processes, "_ASK", "raise RuntimeError('no driver')")
+    assert processes.device_count() == (0, "RuntimeError: no driver")
