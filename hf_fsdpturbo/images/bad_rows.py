@@ -2,7 +2,7 @@
 
 Each rank looks at a share of the rows: at the file or the bytes of each picture as far as its header, which costs
 little and tells what is missing and what is no picture. A picture that breaks off later is met when it is read
-(decoding.py names it; the watcher says it on every rank).
+(decoding.py and bad_batches.py name it; the watcher says it on every rank).
 """
 
 from __future__ import annotations
@@ -70,6 +70,13 @@ def name_of(image: Mapping[str, Any]) -> str:
     return f"file {path}" if path else f"a picture of {len(image.get('bytes') or b'')} bytes without a name"
 
 
+def unreadable() -> tuple[type[Exception], ...]:
+    """What PIL raises on bad files."""
+    from PIL import Image
+
+    return OSError, ValueError, SyntaxError, Image.DecompressionBombError
+
+
 def _look_at(image: Any, place: str) -> None:
     """A picture as Arrow stores it: a path, or a mapping of ``path`` and ``bytes``; the rest is for the processor."""
     if isinstance(image, str):
@@ -94,5 +101,5 @@ def _look_at(image: Any, place: str) -> None:
     try:
         with Image.open(source):
             pass
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what PIL raises on bad files
+    except unreadable() as error:
         raise ValueError(f"{place}: {name} is no picture that can be read ({error}). Replace it.") from error
