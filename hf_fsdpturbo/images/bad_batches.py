@@ -1,6 +1,6 @@
 """Batches that cannot be made, or whose texts have other places for images than they need: which row it is.
 
-R rows of a batch: m times its B samples (m = 2 where they are chosen and rejected), each time with the samples' images.
+R rows of a batch: m times its B samples (m = 2 where chosen and rejected), each time with the samples' images.
 """
 
 from __future__ import annotations

@@ -187,8 +187,9 @@ class TokensInRange:
 
 @contextlib.contextmanager
 def checked_batches(trainer: Any, dataset: Any, counts_images: bool = False) -> Iterator[Any]:
-    """While open, the data loader that the trainer makes of the yielded data set has :class:`TokensInRange` in it, and in
-    that :class:`NamedRows`.
+    """While open, the data loader that the trainer makes of the yielded data set has :class:`TokensInRange` in it.
+
+    In that is :class:`NamedRows`.
 
     Raises:
         ValueError: the data set has no rows, or has lost them all while it was prepared.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from hf_fsdpturbo.shipped import RECIPES, root
+from tests.models_recipes.run import train_recipe
 from tests.support.adapter_runs import as_peft
 from tests.support.compare import TOLERANCE, compare, distance
 from tests.support.reference_run import Run, build_trainer, forget_accelerate, sharded_and_reference, whole_parameters
 from tests.support.spawn import RankError, run_ranks
+from tests.support.tiny_models import VOCAB_SIZE
 from tests.support.tiny_pictures import picture, picture_rows, save_pictures, save_tiny_vision
 
 EP2 = {"ep_size": 2}
@@ -32,6 +38,23 @@ def freeze_tower(model: Any) -> None:
 
 def freeze_later(trainer: Any) -> None:
     freeze_tower(trainer.model)
+
+
+class TowerRate:
+    """What docs/images.md shows: the tower at a rate of its own, weight decay as it is."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        tower = set(self.model.model.visual.parameters())  # type: ignore[attr-defined]
+        for group in list(optimizer.param_groups):
+            mine = [p for p in group["params"] if p in tower]
+            group["params"] = [p for p in group["params"] if p not in tower]
+            optimizer.add_param_group({**group, "params": mine, "lr": 0.1 * group["lr"]})
+        return optimizer
+
+
+def own_tower_rate(trainer: Any) -> None:
+    trainer.__class__ = type("Trainer", (TowerRate, type(trainer)), {})
 
 
 def lora() -> Any:
@@ -68,8 +91,12 @@ RUNS: dict[str, tuple[list[int], dict, dict]] = {
     "lora": (TURNS, {}, {}),
     "dpo": (TURNS, {}, {"trainer": "dpo"}),
     "frozen_later": (TURNS, {}, {"before_train": freeze_later}),
+    "tower_rate": (TURNS, {"lr_scheduler_type": "linear"}, {"before_train": own_tower_rate}),
     "resumed": ([*NONE, *RANK0, *RANK1], {"save_strategy": "steps", "save_steps": 1}, {}),
 }
+
+
+BF16 = "turns in bf16"  # not equal: judged beside what one process does in bf16
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +105,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict:
     model = save_tiny_vision(folder / "model")
     evaluation = save_pictures(folder / "eval", [1, 0, 2, 0, 1])
     runs = {}
-    for name, (numbers, args, more) in RUNS.items():
+    for name, (numbers, args, more) in {**RUNS, BF16: (TURNS, {"bf16": True}, {})}.items():
         data = save_pictures(folder / name, numbers, preferences=name == "dpo")
         more = {**more, **({"eval_data": evaluation} if "eval_steps" in args else {})}
         more |= {"trainer_kwargs": {"peft_config": lora()}} if name == "lora" else {}
@@ -100,6 +127,30 @@ def test_equals_one_process(outcome: dict, run: str):
     assert comparison, comparison.report
     for rank in record.extra["ranks"]:
         assert rank.digest == record.digest, "replicas have drifted apart"
+
+
+@pytest.mark.parametrize("run", ["mixed", "turns", "never"])
+def test_load_tells_images_from_text(outcome: dict, run: str):
+    """Also with recompute; a step without images has no load of theirs."""
+    record, reference, _ = outcome[run]
+    lines = [log for log in record.log_history if "image_token_share" in log]
+    assert len(lines) == len(reference.extra["images"]) == 3
+    for line, (share, worst) in zip(lines, reference.extra["images"], strict=True):
+        assert line["image_token_share"] == pytest.approx(share, rel=1e-12)
+        assert line.get("experts/load_max_over_mean_images") == (worst if worst is None else pytest.approx(worst))
+        assert ("experts/load_max_over_mean_text" in line) == (worst is not None)
+    assert any(share > 0.2 for share, _ in reference.extra["images"]) == (run != "never")
+
+
+def test_in_bf16_as_near_to_float32_as_one_process(outcome: dict):
+    """Each gradient of the first step, where rank 1 has no images, and the losses; autocast is the yardstick."""
+    record, autocast, _ = outcome[BF16]
+    _, truth, _ = outcome["turns"]
+    assert record.losses == pytest.approx(truth.losses, rel=4e-3)
+    assert record.losses != truth.losses
+    for name, exact in truth.gradients[0].items():
+        mine, theirs = (distance(each.gradients[0][name], exact) for each in (record, autocast))
+        assert mine < max(2 * theirs, 0.05), (name, mine, theirs)
 
 
 def test_evaluation_counts_each_sample_once(outcome: dict):
@@ -124,8 +175,50 @@ def test_saved_with_its_processor_and_resumed(outcome: dict):
     assert processor.chat_template
 
 
+def resume_elsewhere(run: Run) -> list[dict[str, Any]]:
+    """Rank function, four ranks of one row a micro-batch: go on from checkpoints of two ranks at other layouts."""
+    found = []
+    for turbo, step in (({"ep_size": 4}, 2), ({"ep_size": 2, "dist_config": {"efsdp_size": 2}}, 1)):
+        forget_accelerate()
+        folder = Path(run.args["output_dir"])
+        args = {**run.args, "per_device_train_batch_size": 1, "output_dir": f"{folder}_at_{step}"}
+        trainer = build_trainer(replace(run, args=args, turbo=turbo, gradients=False), turbo=True)
+        trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+        found.append(whole_parameters(trainer.model))
+    return found
+
+
+def test_resumed_at_another_layout(outcome: dict):
+    """The first checkpoint knows no moments of the tower, the second does; images come after both."""
+    record, _, _ = outcome["resumed"]
+    folder = Path(record.extra["after"]["saved"]).parent
+    run = Run(
+        str(folder.parent / "model"), str(folder.parent / "resumed"), {**IN_ORDER, "output_dir": str(folder)},
+        with_images=True,
+    )  # fmt: skip
+    for weights in run_ranks(resume_elsewhere, 4, run, timeout=120)[0]:
+        off = {name: distance(tensor, record.weights[name]) for name, tensor in weights.items()}
+        worst = max(off, key=lambda name: off[name])
+        print(f"worst {worst}: {off[worst]:.1e}")
+        assert off[worst] < TOLERANCE, worst
+
+
+def recipe_of_pictures(model: str, folder: str) -> list[float]:
+    """Rank function: two steps of the shipped recipe, by its own command, on a folder of pictures."""
+    import tests.support.tiny_pictures  # noqa: F401  (registers the processor)
+
+    words = ["--config", str(root() / RECIPES / "vlm_sft.yaml"), "--model_name_or_path", model, "--ep_size", "2"]
+    words += ["--dataset_name", folder, "--output_dir", f"{model}_out", "--max_steps", "2", "--use_cpu", "true"]
+    words += ["--gradient_accumulation_steps", "1", "--logging_steps", "1", "--save_strategy", "no"]
+    return train_recipe(words, "sft")
+
+
 def bad_pictures(model: str, folder: str) -> None:
-    """Rank function: a file that is missing is named at set-up; one that breaks off, when rank 1 reads it."""
+    """Rank function: a file that is missing is named at set-up; one that breaks off, when rank 1 reads it.
+
+    Before that, while all is well: the recipe, whose losses go to the log.
+    """
+    print(f"recipe: {recipe_of_pictures(model, f'{folder}/rows')}", flush=True)
     from datasets import Dataset, Image, List
 
     from hf_fsdpturbo import watcher
@@ -144,6 +237,13 @@ def bad_pictures(model: str, folder: str) -> None:
 
 
 def test_bad_pictures_are_named_on_every_rank(tmp_path: Path):
+    (tmp_path / "rows").mkdir()
+    lines = []
+    for row in range(8):
+        picture(row).save(tmp_path / "rows" / f"{row}.png")
+        talk = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a picture of noise"}]
+        lines.append(json.dumps({"file_name": f"{row}.png", "messages": talk}))
+    (tmp_path / "rows" / "metadata.jsonl").write_text("\n".join(lines))
     picture(0).resize((64, 64)).save(tmp_path / "good.png")
     content = (tmp_path / "good.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(content[: len(content) // 2])
@@ -152,7 +252,11 @@ def test_bad_pictures_are_named_on_every_rank(tmp_path: Path):
         run_ranks(bad_pictures, 2, model, str(tmp_path), timeout=90)
     print(raised.value)
     assert raised.value.rank == 0
-    assert "rank 1 left training with ValueError: column 'images': file" in str(raised.value)
+    named = "rank 1 left training with ValueError: train_dataset: row 2, column 'images', image 0: file"
+    assert named in str(raised.value)
+    losses = [float(x) for x in re.search(r"recipe: \[(.*?)\]", str(raised.value))[1].split(",")]
+    assert len(losses) == 2
+    assert losses[0] == pytest.approx(math.log(VOCAB_SIZE + 8), rel=0.1)
     assert "cut.png cannot be read (image file is truncated)" in str(raised.value)
     assert "train_dataset: row 2, column 'images', image 0: file" in str(raised.value)
     assert "missing.png does not exist" in str(raised.value)
