@@ -72,6 +72,9 @@ class NamedRows:
         return batch
 
     def _make(self, samples: Any) -> Any:
+        for sample in samples:
+            if sample.get("images", ()) is None:  # no images: TRL's collators take an empty list, in all formats
+                sample["images"] = []
         decode(samples, self.decoders, self.where)
         return self.collate(samples)
 

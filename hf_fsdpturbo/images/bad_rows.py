@@ -58,8 +58,10 @@ def check_pictures(where: str, data: Any, rank: int, world_size: int, placeholde
 
 
 def _images(value: Any, column: str, place: str) -> list[Any]:
+    if value is None and column == "images":
+        return []
     if value is None:
-        fix = "an empty list" if column == "images" else "a column 'images' with an empty list"
+        fix = "a column 'images' with an empty list"
         raise ValueError(f"{place}: there is no value (null). A row without images has {fix}.")
     return value if column == "images" and isinstance(value, list) else [value]
 

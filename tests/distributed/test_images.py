@@ -139,7 +139,7 @@ def test_load_tells_images_from_text(outcome: dict, run: str):
         assert line["image_token_share"] == pytest.approx(share, rel=1e-12)
         assert line.get("experts/load_max_over_mean_images") == (worst if worst is None else pytest.approx(worst))
         assert ("experts/load_max_over_mean_text" in line) == (worst is not None)
-    assert any(share > 0.2 for share, _ in reference.extra["images"]) == (run != "never")
+    assert any(share > 0 for share, _ in reference.extra["images"]) == (run != "never")
 
 
 def test_in_bf16_as_near_to_float32_as_one_process(outcome: dict):

@@ -105,7 +105,7 @@ def png(path: Path) -> str:
 
 def test_good_pictures_pass(tmp_path: Path):
     good = png(tmp_path / "good.png")
-    data = rows([[good], [], [{"path": None, "bytes": Path(good).read_bytes()}]])
+    data = rows([[good], [], None, [{"path": None, "bytes": Path(good).read_bytes()}]])
     check_pictures("train_dataset", data, 0, 1, prepare_multimodal_messages)
     check_pictures("train_dataset", Dataset.from_dict({"text": ["a"]}), 0, 1, None)
     check_pictures("train_dataset", iter([]), 0, 1, None)
@@ -277,7 +277,7 @@ def test_rows_with_other_places_than_images_are_named_in_a_batch(tmp_path: Path,
 def test_good_rows_make_the_batch_that_they_made(tmp_path: Path, kind: str):
     good = png(tmp_path / "good.png")
     images = [[good], [good]] if kind == "text" else [[good, good], [], [good]]
-    samples, decoders = samples_of(kind, images)
+    samples, decoders = samples_of(kind, [value or None for value in images])  # null: none, as an empty list
     batch = NamedRows(collators()[kind], decoders, "train_dataset", TOKENS)(samples)
     again, _ = samples_of(kind, images)
     decode(again, decoders, "")
