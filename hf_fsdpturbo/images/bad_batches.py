@@ -88,7 +88,8 @@ class NamedRows:
         place = self._place(sample)
         if str(refusal).startswith(f"{self.where}: "):  # decoding has named it
             raise refusal
-        raise ValueError(f"{place}: {str(refusal) or type(refusal).__name__}") from refusal
+        said = f"{refusal}" if isinstance(refusal, ValueError) else f"{type(refusal).__name__} ({refusal})"
+        raise ValueError(f"{place}: {said}") from refusal
 
     def _refusal(self, sample: Any) -> Exception | None:
         try:
