@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from datasets import Dataset
@@ -28,6 +27,6 @@ def numbered(data: Dataset) -> Dataset:
     """The same rows as :class:`Sample`; a subclass of the user's stays as it is."""
     if type(data) is not Dataset:
         return data
-    data = copy.copy(data)
-    data.__class__ = NumberedDataset
-    return data
+    made = NumberedDataset.__new__(NumberedDataset)
+    vars(made).update(vars(data))
+    return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -74,8 +75,12 @@ def save_and_resume(trainer: Any, run: Run) -> dict[str, Any]:
 
     if not dist.is_initialized():
         return {}
-    saved = str(Path(run.args["output_dir"]) / "saved")
+    folder = Path(run.args["output_dir"])
+    saved = str(folder / "saved")
     trainer.save_model(saved)
+    if dist.get_rank() == 0:  # the reference writes into the same folder
+        shutil.copytree(folder, f"{folder}_kept")
+    dist.barrier()
     forget_accelerate()
     other = build_trainer(replace(run, gradients=False), turbo=True)
     other.train(resume_from_checkpoint=str(Path(run.args["output_dir"]) / "checkpoint-1"))
@@ -183,7 +188,7 @@ def resume_elsewhere(run: Run) -> list[dict[str, Any]]:
         folder = Path(run.args["output_dir"])
         args = {**run.args, "per_device_train_batch_size": 1, "output_dir": f"{folder}_at_{step}"}
         trainer = build_trainer(replace(run, args=args, turbo=turbo, gradients=False), turbo=True)
-        trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+        trainer.train(resume_from_checkpoint=f"{folder}_kept/checkpoint-{step}")
         found.append(whole_parameters(trainer.model))
     return found
 
