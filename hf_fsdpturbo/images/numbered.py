@@ -28,5 +28,5 @@ def numbered(data: Dataset) -> Dataset:
     if type(data) is not Dataset:
         return data
     made = NumberedDataset.__new__(NumberedDataset)
-    vars(made).update(vars(data))
+    made.__dict__.update(data.__dict__)
     return made
