@@ -56,7 +56,7 @@ def scores(rows: list[dict[str, Any]], found: list[str]) -> dict[str, str]:
 
 
 def draw(rows: list[dict[str, Any]], before: list[str], after: list[str], history: list[Any], path: Path) -> None:
-    figure, axes = pyplot.subplots(3, SHOWN // 2, figsize=(14, 8))
+    figure, axes = pyplot.subplots(3, SHOWN // 2, figsize=(14, 9))
     shown = [index for index, row in enumerate(rows) if row["images"]][:SHOWN]
     for place, index in zip(axes[:2].flat, shown, strict=True):
         place.imshow(rows[index]["images"][0])
@@ -72,7 +72,7 @@ def draw(rows: list[dict[str, Any]], before: list[str], after: list[str], histor
     curve.plot(*zip(*points, strict=True))
     curve.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="Qwen3-VL-MoE, 8 experts, EP 2, CPU")
     curve.grid(alpha=0.3)
-    figure.tight_layout()
+    figure.tight_layout(h_pad=2)
     figure.savefig(path, dpi=110)
 
 

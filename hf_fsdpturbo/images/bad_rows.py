@@ -2,7 +2,7 @@
 
 Each rank looks at a share of the rows: at the file or the bytes of each picture as far as its header, which costs
 little and tells what is missing and what is no picture. A picture that breaks off later is met when it is read
-(decoding.py names it; the watcher says it on every rank).
+(decoding.py and bad_batches.py name it; the watcher says it on every rank).
 """
 
 from __future__ import annotations
@@ -58,8 +58,10 @@ def check_pictures(where: str, data: Any, rank: int, world_size: int, placeholde
 
 
 def _images(value: Any, column: str, place: str) -> list[Any]:
+    if value is None and column == "images":
+        return []
     if value is None:
-        fix = "an empty list" if column == "images" else "a column 'images' with an empty list"
+        fix = "a column 'images' with an empty list"
         raise ValueError(f"{place}: there is no value (null). A row without images has {fix}.")
     return value if column == "images" and isinstance(value, list) else [value]
 
@@ -68,6 +70,13 @@ def name_of(image: Mapping[str, Any]) -> str:
     """What to call a stored picture."""
     path = image.get("path")
     return f"file {path}" if path else f"a picture of {len(image.get('bytes') or b'')} bytes without a name"
+
+
+def unreadable() -> tuple[type[Exception], ...]:
+    """What PIL raises on bad files."""
+    from PIL import Image
+
+    return OSError, ValueError, SyntaxError, Image.DecompressionBombError
 
 
 def _look_at(image: Any, place: str) -> None:
@@ -94,5 +103,5 @@ def _look_at(image: Any, place: str) -> None:
     try:
         with Image.open(source):
             pass
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what PIL raises on bad files
+    except unreadable() as error:
         raise ValueError(f"{place}: {name} is no picture that can be read ({error}). Replace it.") from error

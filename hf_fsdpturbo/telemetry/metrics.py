@@ -25,6 +25,7 @@ from hf_fsdpturbo.telemetry.device_memory import memory_bytes
 from hf_fsdpturbo.telemetry.expert_counts import ExpertCounts, counted_modules
 from hf_fsdpturbo.telemetry.flops import model_flops, peak_of
 from hf_fsdpturbo.telemetry.gathered import gather_window
+from hf_fsdpturbo.telemetry.image_tokens import ImageLoad
 from hf_fsdpturbo.telemetry.load_picture import draw_load
 from hf_fsdpturbo.telemetry.load_record import LoadRecord, read_load
 from hf_fsdpturbo.telemetry.own_time import SLOW, OwnTime, slowest
@@ -93,6 +94,8 @@ class Telemetry(TrainerCallback):
         self.counts = ExpertCounts(model, self.tokens, device)
         self.entropy = RouterEntropy(model, self.tokens, device)
         self._handles = [*self.tokens.attach(model), *self.counts.attach(), *self.entropy.attach()]
+        self.images = ImageLoad.of(model, device)
+        self._handles += [] if self.images is None else self.images.attach(model)
         self.clock, self._reader = Clock(), self.counts.reader()
         self.own = OwnTime(computes_on_host=device.type == "cpu")
         self._before = torch.zeros(5, dtype=torch.int64, device=device)
@@ -154,7 +157,8 @@ class Telemetry(TrainerCallback):
         times = seconds, waited, TRAFFIC.seconds, self.own.take()
         own = [peak, reserved, TRAFFIC.bytes, *(round(1e6 * time) for time in times)]
         TRAFFIC.bytes, TRAFFIC.seconds = 0, 0.0
-        (counts_N, sums), by_rank = gather_window([self._reader.local(), since], own)
+        of_images = [] if self.images is None else [self.images.local()]
+        (counts_N, sums, *of_images_N), by_rank = gather_window([self._reader.local(), since, *of_images], own)
         peaks, reserves, sent, all_seconds, waits, exchange_waits, owns = zip(*by_rank, strict=True)
         tokens, keys, near_keys, entropy, pairs = sums
         seconds = max(max(all_seconds), 1) / 1e6
@@ -171,6 +175,8 @@ class Telemetry(TrainerCallback):
             flops = self.flops.of(tokens, routed, keys, near_keys)
             found["mfu"] = flops / seconds / len(by_rank) / self._peak
         found |= self._norms() | _expert_metrics(counts)
+        if self.images is not None:
+            found |= self.images.metrics(of_images_N[0], counts, tokens)
         if pairs:
             found["experts/router_entropy"] = entropy / SCALE / pairs
         if any(sent):

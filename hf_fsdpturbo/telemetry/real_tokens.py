@@ -49,7 +49,6 @@ class RealTokens:
         real_T: bool, False at padding; None where every row is a token.
         totals: int64 ``[3]`` on ``device``, of this rank since it was made: its tokens, the keys that they attend to
             in a causal layer (1 for a document's first token), and those inside ``window``. Nobody waits for them.
-            Who tells kinds of tokens apart (of text, of images) adds a total here.
     """
 
     def __init__(self, device: torch.device, window: int | None = None) -> None:
@@ -107,12 +106,18 @@ class RealTokens:
         if tokens is None or not counts_now(module):
             return
         batch, length = tokens.shape[:2]
-        masks = (given.get("attention_mask"), self._outer_mask)
-        mask_BS = next((mask for mask in masks if _is_mask(mask, batch, length)), None)
+        mask_BS = self._mask(given, tokens)
         self._pairs = {}
         self.rows, self.real_T = _own_rows(module, mask_BS, batch, length, tokens.device)
         self.totals[0] += self.rows if self.real_T is None else self.real_T.sum()
-        keys_BS = _keys(mask_BS, given.get("position_ids"), batch, length, tokens.device)
+        self._count_keys(module, _keys(mask_BS, given.get("position_ids"), batch, length, tokens.device))
+
+    def _mask(self, given: dict[str, Any], tokens: Tensor) -> Tensor | None:
+        """``[B, S]``, which of ``tokens [B, S, ...]`` are real; None: all."""
+        masks = (given.get("attention_mask"), self._outer_mask)
+        return next((mask for mask in masks if _is_mask(mask, *tokens.shape[:2])), None)
+
+    def _count_keys(self, module: nn.Module, keys_BS: Tensor) -> None:
         ranks = _place(module)[0]  # that hold the same batch: attention is spread over them
         self.totals[1] += keys_BS.sum() // ranks
         if self.window is not None:

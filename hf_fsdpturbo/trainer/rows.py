@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 
 from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.bounded import cut
-from hf_fsdpturbo.images import check_pictures, decode, may_have_images, note_images, undecoded
+from hf_fsdpturbo.images import ImageTokens, NamedRows, check_pictures, may_have_images, note_images, undecoded
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
 from hf_fsdpturbo.ranks import FAILURES, agree, everyone, raise_named, rank, together, world_size
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
@@ -81,7 +81,7 @@ def some_rank_may_have_images(given: GivenArguments) -> bool:
     return any(everyone(mine))
 
 
-def _data_sets(given: GivenArguments) -> Iterator[tuple[str, Any]]:
+def _data_sets(given: GivenArguments | dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in ("train_dataset", "eval_dataset"):
         value = given.get(name)
         parts = value if isinstance(value, Mapping) else {"": value}
@@ -148,22 +148,17 @@ class TokensInRange:
         collate: the trainer's own.
         rows: of the model's embedding.
         counts_images: add how many images each row has, for an evaluation that leaves out rows.
-        decoders: of the columns of images that the data set leaves undecoded.
     """
 
-    def __init__(
-        self, collate: Any, rows: int, *, counts_images: bool = False, decoders: Mapping[str, Any] | None = None
-    ) -> None:
-        self.collate, self.rows, self.counts_images, self.decoders = collate, rows, counts_images, decoders
+    def __init__(self, collate: Any, rows: int, *, counts_images: bool = False) -> None:
+        self.collate, self.rows, self.counts_images = collate, rows, counts_images
 
     def __call__(self, features: Any) -> Any:
         """The batch of ``collate``.
 
         Raises:
-            ValueError: naming key, row and id; or column and file of an image.
+            ValueError: naming key, row and id.
         """
-        if self.decoders:
-            decode(features, self.decoders)
         batch = self.collate(features)
         if self.counts_images:
             note_images(batch, features)
@@ -194,6 +189,8 @@ class TokensInRange:
 def checked_batches(trainer: Any, dataset: Any, counts_images: bool = False) -> Iterator[Any]:
     """While open, the data loader that the trainer makes of the yielded data set has :class:`TokensInRange` in it.
 
+    In that is :class:`NamedRows`.
+
     Raises:
         ValueError: the data set has no rows, or has lost them all while it was prepared.
     """
@@ -206,8 +203,10 @@ def checked_batches(trainer: Any, dataset: Any, counts_images: bool = False) -> 
     if rows is None:
         yield dataset
         return
+    where = next((name for name, data in _data_sets(vars(trainer)) if data is dataset), "the data set")
     dataset, decoders = undecoded(dataset)
-    trainer.data_collator = TokensInRange(own, rows, counts_images=counts_images, decoders=decoders)
+    named = NamedRows(own, decoders, where, ImageTokens.of(getattr(trainer.model, "config", None)))
+    trainer.data_collator = TokensInRange(named, rows, counts_images=counts_images)
     try:
         yield dataset
     finally:

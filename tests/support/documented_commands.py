@@ -86,7 +86,7 @@ RUN_BY: list[tuple[str, str]] = [
     (r"hf-fsdpturbo report", "unit/test_telemetry_alone.py"),
     (r"vllm ", "not run: vLLM is not installed"),
     (r"make (demo|demo-dpo|demo-reward)$", "distributed/test_demo_end_to_end.py"),
-    (r"make demo-vl$", "not run: three minutes; its trainer and processor are those of distributed/test_images.py"),
+    (r"make demo-vl$", "not run: minutes; its trainer and processor are those of distributed/test_images.py"),
     (r"make (test|quick|lint)", "not run: it runs the tests"),
     (r"make (fuzz|families|matrix|peers|chaos|verify)", "not run: hours, or minutes; its parts are in make test"),
     (r"python3? -m tests\.families", "distributed/test_families.py"),

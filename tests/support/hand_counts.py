@@ -18,7 +18,10 @@ from tests.support.records import Record
 
 
 class HandCounts:
-    """Counts of one model; for each finished step ``steps`` has ``[E]`` by layer, ``entropies`` the routers' mean."""
+    """Counts of one model; for each finished step ``steps`` has ``[E]`` by layer, ``entropies`` the routers' mean.
+
+    ``images`` has, for each step, the share of image tokens and their largest load over the mean (None without them).
+    """
 
     def __init__(self, model: nn.Module) -> None:
         routers = [m for m in model.modules() if type(m).__name__.lower().endswith(("topkrouter", "topkgate"))]
@@ -28,6 +31,9 @@ class HandCounts:
         self.entropies: list[float] = []
         self.entropy, self.rows = 0.0, 0
         self.mask: Tensor | None = None
+        self.of_image: Tensor | None = None
+        self.image_counts = [torch.zeros_like(count) for count in self.counts]
+        self.images: list[tuple[float, float | None]] = []
         self.in_backward = False
         for layer, router in enumerate(routers):
             router.register_forward_hook(lambda _, args, out, layer=layer: self._count(layer, out))
@@ -36,6 +42,8 @@ class HandCounts:
     def _saw(self, kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
         self.mask = None if mask is None else mask.reshape(-1).bool()
+        token = getattr(self.model.config, "image_token_id", None)
+        self.of_image = None if token is None else (kwargs["input_ids"] == token).reshape(-1)
 
     def _count(self, layer: int, output: Any) -> None:
         if self.in_backward or not self.model.training or not torch.is_grad_enabled():
@@ -44,6 +52,8 @@ class HandCounts:
         real = torch.ones(len(index), dtype=torch.bool) if self.mask is None else self.mask
         for expert in index[real].flatten().tolist():
             self.counts[layer][expert] += 1
+        for expert in [] if self.of_image is None else index[self.of_image].flatten().tolist():
+            self.image_counts[layer][expert] += 1
         chances = self.chances(logits.detach()[real].double())
         self.entropy += float(-(chances * chances.clamp_min(1e-300).log()).sum())
         self.rows += int(real.sum())
@@ -65,7 +75,10 @@ class HandCounts:
     def end_step(self) -> None:
         """What was counted since the last one is a step."""
         self.steps.append([counts.clone() for counts in self.counts])
-        for counts in self.counts:
+        share = sum(int(c.sum()) for c in self.image_counts) / max(sum(int(c.sum()) for c in self.counts), 1)
+        worst = [float(c.max() / c.double().mean()) for c in self.image_counts if c.sum()]
+        self.images.append((share, max(worst, default=None)))
+        for counts in (*self.counts, *self.image_counts):
             counts.zero_()
         self.entropies.append(self.entropy / max(self.rows, 1))
         self.entropy, self.rows = 0.0, 0

@@ -121,6 +121,7 @@ def _carry_out(trainer: Any, run: Run) -> Record:
     record.load = read_windows(trainer) if by_hand is None else by_hand.steps
     record.entropies = [log["experts/router_entropy"] for log in record.log_history if "experts/router_entropy" in log]
     record.entropies = record.entropies if by_hand is None else by_hand.entropies
+    record.extra["images"] = [] if by_hand is None else by_hand.images
     if run.after_train is not None:
         record.extra["after"] = run.after_train(trainer)
     return record

@@ -14,17 +14,21 @@ from PIL import Image as Pictures
 from trl.data_utils import prepare_multimodal_messages
 
 from hf_fsdpturbo.images import (
+    ImageTokens,
+    NamedRows,
     beside_text,
     check_pictures,
-    decode,
     images_of_first,
     may_have_images,
     note_images,
     undecoded,
     why_not,
 )
+from hf_fsdpturbo.images.decoding import decode
 from tests.families.listing import families
 from tests.families.tiny import tiny_config
+from tests.support.tiny_models import tiny_tokenizer
+from tests.support.tiny_pictures import IMAGE, make_processor, picture
 
 MESSAGES = List({"role": Value("string"), "content": Value("string")})
 TALK = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "red"}]
@@ -101,7 +105,7 @@ def png(path: Path) -> str:
 
 def test_good_pictures_pass(tmp_path: Path):
     good = png(tmp_path / "good.png")
-    data = rows([[good], [], [{"path": None, "bytes": Path(good).read_bytes()}]])
+    data = rows([[good], [], None, [{"path": None, "bytes": Path(good).read_bytes()}]])
     check_pictures("train_dataset", data, 0, 1, prepare_multimodal_messages)
     check_pictures("train_dataset", Dataset.from_dict({"text": ["a"]}), 0, 1, None)
     check_pictures("train_dataset", iter([]), 0, 1, None)
@@ -185,13 +189,106 @@ def test_pictures_are_decoded_as_the_data_set_would(tmp_path: Path):
     stored, decoders = undecoded(data)
     samples = [stored[0], stored[1]]
     assert samples[0]["images"][0]["path"] == good
-    decode(samples, decoders)
+    decode(samples, decoders, "train_dataset")
     assert samples[0]["images"][0].tobytes() == data[0]["images"][0].tobytes()
     assert samples[1]["images"] == []
-    with pytest.raises(ValueError, match=r"column 'images': file .*gone.png cannot be read"):
-        decode([{"images": [{"path": str(tmp_path / "gone.png"), "bytes": None}]}], decoders)
+    with pytest.raises(ValueError, match=r"a row, column 'images', image 0: file .*gone.png cannot be read"):
+        decode([{"images": [{"path": str(tmp_path / "gone.png"), "bytes": None}]}], decoders, "train_dataset")
 
 
 def test_a_users_own_transform_gets_decoded_pictures(tmp_path: Path):
     data = rows([[png(tmp_path / "good.png")]]).with_transform(lambda batch: batch)
-    assert undecoded(data) == (data, {})
+    stored, decoders = undecoded(data)
+    assert not decoders
+    sample = stored.__getitems__([0])[0]
+    assert sample.row == 0
+    assert sample["images"][0].size == (8, 8)
+
+
+@functools.cache
+def collators() -> dict[str, Any]:
+    """TRL's own, by what they read, as its trainers make them."""
+    from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    processor = make_processor(tiny_tokenizer())
+    made = DataCollatorForVisionLanguageModeling(processor)
+    cut = DataCollatorForVisionLanguageModeling(processor, max_length=12)
+    return {
+        "messages": made, "text": made, "completion": made, "chosen": DataCollatorForVisionPreference(processor),
+        "messages, cut": cut, "completion, cut": cut,
+    }  # fmt: skip
+
+
+def samples_of(kind: str, images: list[Any]) -> tuple[Any, dict[str, Any]]:
+    """Rows of a data set with these images as a data loader has them."""
+    kind = kind.partition(",")[0]
+    user, answer = TALK[:1], TALK[1:]
+    columns: dict[str, Any] = {
+        "messages": {"messages": TALK},
+        "text": {"text": f"{IMAGE} what?"},
+        "completion": {"prompt": user, "completion": answer},
+        "chosen": {"prompt": user, "chosen": answer, "rejected": answer},
+    }[kind]
+    data = Dataset.from_dict({"images": images} | {name: [value] * len(images) for name, value in columns.items()})
+    stored, decoders = undecoded(data.cast_column("images", List(Image())))
+    return stored.__getitems__(list(range(len(images)))), decoders
+
+
+TOKENS = ImageTokens(make_processor(tiny_tokenizer()).image_token_id, 4)
+
+
+def refusal(kind: str, images: list[Any]) -> str:
+    samples, decoders = samples_of(kind, images)
+    with pytest.raises(ValueError, match="train_dataset: row 1, column 'images'") as raised:
+        NamedRows(collators()[kind], decoders, "train_dataset", TOKENS)(samples)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["messages", "completion", "chosen"])
+@pytest.mark.parametrize("several", [False, True])
+def test_rows_whose_picture_cannot_be_read_are_named_in_a_batch(tmp_path: Path, kind: str, several: bool):
+    """Beyond the rows that set-up looks at, in SFT and DPO, alone and behind a good one."""
+    good, bad = str(tmp_path / "good.png"), tmp_path / "bad.png"
+    picture(0).save(good)
+    before = [good] if several else []
+    for content in (None, Path(good).read_bytes()[:200], b"hello"):
+        bad.unlink(missing_ok=True)
+        if content is not None:
+            bad.write_bytes(content)
+        text = refusal(kind, [[good], [*before, str(bad)], []])
+        assert f"column 'images', image {len(before)}: file {bad} cannot be read" in text
+    stored = [[{"path": None, "bytes": content}] for content in (Path(good).read_bytes(), b"hello")]
+    assert "image 0: a picture of 5 bytes without a name cannot be read" in refusal(kind, stored)
+
+
+@pytest.mark.parametrize("kind", ["text", "messages, cut", "completion, cut"])
+def test_rows_with_other_places_than_images_are_named_in_a_batch(tmp_path: Path, kind: str):
+    """Places in plain text, which set-up does not read; and those that truncation takes."""
+    good = png(tmp_path / "good.png")
+    large = str(tmp_path / "large.png")
+    Pictures.new("RGB", (64, 64)).save(large)
+    images = [[good], [good, good]] if kind == "text" else [[], [good, large]]
+    text = refusal(kind, images)
+    assert f"(file {good}, file {images[1][1]})" in text
+
+
+@pytest.mark.parametrize("kind", ["messages", "text", "completion", "chosen"])
+def test_good_rows_make_the_batch_that_they_made(tmp_path: Path, kind: str):
+    good = png(tmp_path / "good.png")
+    images = [[good], [good]] if kind == "text" else [[good, good], [], [good]]
+    samples, decoders = samples_of(kind, [value or None for value in images])  # null: none, as an empty list
+    batch = NamedRows(collators()[kind], decoders, "train_dataset", TOKENS)(samples)
+    again, _ = samples_of(kind, images)
+    decode(again, decoders, "")
+    plain = collators()[kind](again)
+    assert batch.keys() == plain.keys()
+    assert all(torch.equal(batch[name], plain[name]) for name in plain)
+
+
+def test_an_error_of_all_rows_is_not_one_rows():
+    def collate(samples: Any) -> Any:
+        raise ValueError("not supported")
+
+    with pytest.raises(ValueError, match=r"^not supported$"):
+        NamedRows(collate, {}, "train_dataset", None)([{"images": []}, {"images": []}])
