@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hf_fsdpturbo import __version__
-from hf_fsdpturbo.commands.one_line import refuse
+from hf_fsdpturbo.one_line import refuse
 
 
 class Command(NamedTuple):
