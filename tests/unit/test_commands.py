@@ -73,7 +73,11 @@ WRONG = {
     "--dataset_name": ["sft", *CPU, *MODEL],
     "--model_name_or_path: there is no folder 'a/b/c'": ["dpo", *CPU, "--model_name_or_path", "a/b/c", *DATA],
     f"--model_name_or_path: the folder {str(ROOT)!r} has no config.json": [
-        "sft", *CPU, "--model_name_or_path", str(ROOT), *DATA,
+        "sft",
+        *CPU,
+        "--model_name_or_path",
+        str(ROOT),
+        *DATA,
     ],
     "--dataset_name: there is no file or folder 'a/b/c'": ["sft", *CPU, *MODEL, "--dataset_name", "a/b/c"],
     "but it is 'warp'": ["sft", *CPU, *NAMED, "--ep_dispatcher", "warp"],
@@ -188,7 +192,9 @@ def test_a_shipped_recipe_by_name(unparsed, capsys):
         assert found[found.index("--num_processes") + 1] == "8"
     two = launch("--config", "qwen3-30b-a3b/sft_16x80", *DATA, "--nnodes", "2", "--node_rank", "1", *HEAD)
     assert two[two.index("--num_processes") + 1] == "16"
-    assert launch("--config", RECIPE, *CPU, *DATA)[1].endswith("cpu_ep2.yaml")  # the launch file says how many
+    given = launch("--config", RECIPE, *CPU, "--nproc", "8", *DATA)
+    assert given[1].endswith("cpu_ep2.yaml")  # the launch file says on what
+    assert "ep_size (8) must divide dp_size (2)" in refused(capsys, ["sft", "--config", RECIPE, *CPU, *DATA])
     assert "is a recipe of sft" in refused(capsys, ["dpo", "--config", RECIPE, *DATA])
     too_few = ["sft", "--config", "qwen3-30b-a3b/sft_16x80", *DATA]
     assert "--nnodes: the recipe is for 16 devices" in refused(capsys, too_few)
@@ -253,9 +259,9 @@ ACCELERATE = {
 
 @pytest.mark.parametrize("words", ACCELERATE)
 def test_words_become_those_of_accelerate(words, unparsed):
-    got = launch(*words, *NAMED, "--ep_size", "2")
+    got = launch(*words, *NAMED, "--seed", "2")
     file = ["--config_file", str(shipped.launch_files()["cpu_ep2"])] if words[:1] == ("--accelerate_config",) else []
-    recipe = ["--module", "hf_fsdpturbo.commands.sft", *NAMED, "--ep_size", "2"]
+    recipe = ["--module", "hf_fsdpturbo.commands.sft", *NAMED, "--seed", "2"]
     assert got == ["accelerate.commands.launch", *file, *ACCELERATE[words], *recipe][1:]
 
 
