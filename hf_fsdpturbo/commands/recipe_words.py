@@ -80,7 +80,8 @@ def check_early(words: Sequence[str], recipe: dict[str, Any]) -> None:
     if not data and not recipe.get("datasets"):
         raise ValueError(f"--{DATA} is missing: a Hub name, a folder, a file, or a datasets: list in the YAML.")
     _check_model(model, words, recipe)
-    if data and not Path(data).exists() and (Path(data).suffix in FORMATS or is_path(data)):
+    there = Path(data).is_file() or Path(data).is_dir()  # a pipe would be waited for
+    if data and not there and (Path(data).suffix in FORMATS or is_path(data)):
         raise ValueError(f"--{DATA}: there is no file or folder {data!r}. Correct the path.")
 
 
