@@ -8,6 +8,7 @@ import os
 from hf_fsdpturbo.bounded import DATA_BYTES, cut, read_text
 
 MAPPINGS = (
+    "config.json",
     "generation_config.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
