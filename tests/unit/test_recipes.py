@@ -129,6 +129,8 @@ def test_what_would_be_read_otherwise_than_written(tmp_path: Path, text: str, re
 
 def test_data_that_cannot_be_read_is_named(tmp_path):
     """By the argument; ``datasets`` says that "an error occurred", and of an empty file only StopIteration."""
+    import trl
+
     from hf_fsdpturbo.commands.data_file import with_file
     from hf_fsdpturbo.commands.recipe import named_splits
 
