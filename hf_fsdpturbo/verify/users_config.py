@@ -28,7 +28,7 @@ def read_values(model: str) -> dict[str, Any]:
 
         path = Path(str(try_to_load_from_cache(model, "config.json")))
     if not path.is_file():
-        kinds = "config.json, folder with one, or Hub id in the cache, nor a shipped name (hf-fsdpturbo plan --help)"
+        kinds = "shipped name (hf-fsdpturbo plan --help), config.json, folder with one, or Hub id in the cache"
         raise ValueError(not_here("MODEL", model, kinds))
     values = parse_json(read_text(str(path)), str(path))
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):

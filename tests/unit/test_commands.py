@@ -95,7 +95,7 @@ WRONG = {
     "unrecognized arguments: --wrong": ["plan", "some/model", "--devices", "8", "--wrong"],
     "MODEL: there is no folder './nowhere'": ["plan", "./nowhere", "--devices", "8"],
     "MODEL: there is no folder 'a/b/c'": ["verify", "a/b/c"],
-    "MODEL 'some/model' is no config.json": ["verify", "some/model"],
+    "MODEL 'some/model' is no shipped name": ["verify", "some/model"],
     "verify: error: dist_config ep_dispatcher must be one of": ["verify", "qwen3-30b-a3b", "--ep_dispatcher", "warp"],
     "argument RUN: there is no folder 'nowhere'": ["report", "nowhere"],
     "argument FILE: there is no file 'nowhere.yaml'": ["convert", "nowhere.yaml"],
