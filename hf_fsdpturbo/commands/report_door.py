@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         path = draw_load(record, options.run if options.out is None else options.out)
     except (FileNotFoundError, NotADirectoryError):
         there = os.path.isdir(options.run)
-        what = f"{options.run!r} has no {FILE}" if there else f"there is no folder {options.run!r}"
+        what = f"{options.run!r} has no {FILE}" if there else f"there is no folder {options.run!r} with {FILE}"
         refuse(PROG, f"argument RUN: {what}. Give the output_dir of a sharded run with experts.")
     except (ValueError, ImportError, OSError) as error:
         refuse(PROG, error)
