@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from hf_fsdpturbo import __version__
-from hf_fsdpturbo.commands.one_line import refuse
+from hf_fsdpturbo.bounded import cut
+from hf_fsdpturbo.one_line import refuse
 
 
 class Command(NamedTuple):
@@ -49,7 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         refuse(PROG, f"argument COMMAND: {name!r} is no command; there are {', '.join(COMMANDS)}")
     command = COMMANDS[name]
-    return int(importlib.import_module(command.module).main(*command.before, words[1:]) or 0)
+    try:
+        return int(importlib.import_module(command.module).main(*command.before, words[1:]) or 0)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        refuse(f"{PROG} {name}", f"{error.strerror}: {cut(error.filename)}")
 
 
 def help_text() -> str:

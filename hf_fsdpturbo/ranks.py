@@ -142,6 +142,9 @@ def _first_line(error: BaseException) -> str:
         causes = [str(cause[0]) for cause in error.failures.values()]
         return "; ".join(dict.fromkeys(causes)) or "DCP failed"
     text = str(error).strip() or repr(error)
+    first = error.__context__ if error.__cause__ is None and not error.__suppress_context__ else None
+    if isinstance(first, OSError) and not isinstance(error, OSError):  # tidying up after a full disk failed, too
+        text = f"{text} (after {first})"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 

@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from typing import Any
 
-from hf_fsdpturbo.arguments.sources import INTEGERS
+from hf_fsdpturbo.arguments.setting_texts import from_line
+from hf_fsdpturbo.arguments.sources import PUBLIC_DEFAULTS
 from hf_fsdpturbo.bounded import cut, parse_yaml, read_text
 
-_PLAIN = re.compile(r"-?(0|[1-9][0-9]*)")
+
+def words_by_name(arguments: Sequence[str]) -> dict[str, str | None]:
+    """Option -> the text after it, None where there is none; the last counts, and a dash is as good as an underscore.
+
+    Args:
+        arguments: ``--name text``, ``--name=text`` or ``--name``.
+    """
+    found: dict[str, str | None] = {}
+    for place, word in enumerate(arguments):
+        head, equals, text = word.partition("=")
+        if not head.startswith("--") or head == "--":
+            continue
+        following = arguments[place + 1] if place + 1 < len(arguments) else "--"
+        alone = None if following.startswith("--") else following
+        found[head[2:].replace("-", "_")] = text if equals else alone
+    return found
+
+
+def settings_on_line(arguments: Sequence[str]) -> dict[str, Any]:
+    """Our fields that a command line gives, by name, as a run takes them.
+
+    Raises:
+        ValueError: a size in other than plain digits, or no truth value; names the argument.
+    """
+    ours = {name: text for name, text in words_by_name(arguments).items() if name in PUBLIC_DEFAULTS}
+    return {name: from_line(name, text) for name, text in ours.items()}
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
-    """Look at the sizes on the line and at the file that it names.
+    """Look at our fields on the line and at the file that it names.
 
     Raises:
         ValueError: naming the argument, or file, line and key.
     """
-    for name, value in zip(arguments, arguments[1:], strict=False):
-        if name.removeprefix("--") in INTEGERS and name.startswith("--") and not _PLAIN.fullmatch(value):
-            raise ValueError(f"{name} must be a whole number, but it is {cut(value)}. Write it in plain digits.")
+    settings_on_line(arguments)
     if "--config" not in arguments:
         return
     place = arguments.index("--config") + 1

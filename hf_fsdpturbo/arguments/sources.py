@@ -13,7 +13,6 @@ arguments are copied (``dataclasses.replace``, JSON), as a copy passes every val
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from hf_fsdpturbo.arguments.params import (
     unknown_params,
 )
 from hf_fsdpturbo.arguments.real_numbers import check_real
+from hf_fsdpturbo.arguments.setting_texts import BOOLEANS, INTEGERS, from_environment
 from hf_fsdpturbo.bounded import cut
 from hf_fsdpturbo.launch_config import ENV_PREFIX, YAML_PREFIX, LaunchConfig, environment_fields, read_launch_config
 from hf_fsdpturbo.topology import at_most, positive
@@ -40,17 +40,6 @@ DEFAULT = "default"
 
 DISPATCHER = "dist_config.ep_dispatcher"
 SHORTHAND = ("ep_size", "ep_dispatcher")
-INTEGERS = (
-    "ep_size",
-    "dp_size",
-    "cp_size",
-    "mp_replicate_size",
-    "mp_shard_size",
-    "ranks_per_node",
-    "dist_timeout",
-    "hang_timeout",
-)
-BOOLEANS = ("drop_unused_tensors", "verify_checkpoint", "save_quantized", "fsdpturbo_metrics", "freeze_routers")
 REALS = ("router_bias_update_rate", "router_lr_scale")
 # Public fields with their defaults in force; FSDPTurboArguments' fields have equal ones (tested), marked as unset.
 PUBLIC_DEFAULTS: dict[str, Any] = {
@@ -81,7 +70,6 @@ PUBLIC_DEFAULTS: dict[str, Any] = {
     "router_lr_scale": 1.0,
     "freeze_routers": False,
 }
-_INTEGER = re.compile(r"[-+]?[0-9]{1,30}")
 CHOICES: dict[str, tuple[str, ...]] = {
     "check_loading": ("sample", "full", "off"),
     "checkpoint_format": ("dcp", "hub", "both"),
@@ -138,18 +126,26 @@ def resolve_settings(given: Mapping[str, Any], use_cpu: bool = False) -> tuple[d
         ValueError: a source contradicts itself, or holds an unknown key, a wrong type or a value out of range.
     """
     launch = read_launch_config()
-    python = {name: given[name] for name in PUBLIC_DEFAULTS if is_given(given[name])}
+    return merged(given, launch, not (use_cpu or launch.use_cpu) and _has_accelerator()), launch
+
+
+def merged(given: Mapping[str, Any], launch: LaunchConfig, on_accelerator: bool) -> dict[str, Setting]:
+    """As :func:`resolve_settings`, with a launch configuration that was found; ``given`` may lack fields.
+
+    Raises:
+        ValueError: as :func:`resolve_settings`.
+    """
+    python = {name: given[name] for name in PUBLIC_DEFAULTS if is_given(given.get(name))}
     texts = _known(environment_fields(), "the environment", lambda name: ENV_PREFIX + name.upper())
-    environment = {name: _from_text(name, text) for name, text in texts.items()}
+    environment = {name: from_environment(name, text) for name, text in texts.items()}
     yaml_fields = _known(launch.fields, f"fsdp_config of {launch.path}", lambda name: YAML_PREFIX + name)
     layers = [
         (PYTHON, _flatten(python, PYTHON)),
         (ENVIRONMENT, _flatten(environment, f"{ENVIRONMENT}, {ENV_PREFIX}...")),
         (YAML, _flatten(yaml_fields, f"{launch.path}, {YAML_PREFIX}...")),
-        (DEFAULT, _defaults(not (use_cpu or launch.use_cpu) and _has_accelerator())),
+        (DEFAULT, _defaults(on_accelerator)),
     ]
-    settings = {key: _pick(key, layers) for key in layers[-1][1]}
-    return _with_librarys_default(settings), launch
+    return _with_librarys_default({key: _pick(key, layers) for key in layers[-1][1]})
 
 
 def _has_accelerator() -> bool:
@@ -188,27 +184,6 @@ def _known(values: Mapping[str, Any], where: str, label: Callable[[str], str]) -
     if unknown:
         raise unknown_params(where, unknown, list(PUBLIC_DEFAULTS), label)
     return values
-
-
-def _from_text(name: str, text: str) -> Any:
-    """The value of an environment variable: integers are read; names, paths and JSON stay text."""
-    variable = ENV_PREFIX + name.upper()
-    if not text.strip():
-        raise ValueError(f"The environment's {variable} is empty. Give it a value, or unset it.")
-    if name in BOOLEANS:
-        if text.strip().lower() not in ("true", "false"):
-            raise ValueError(f"The environment's {variable} must be true or false, but it is {cut(text)}. Correct it.")
-        return text.strip().lower() == "true"
-    if name not in INTEGERS:
-        return text
-    try:
-        if not _INTEGER.fullmatch(text.strip()):  # int() takes 1_0, and other scripts' digits
-            raise ValueError(text)
-        return int(text)
-    except ValueError:
-        raise ValueError(
-            f"The environment's {variable} must be an integer, but it is {cut(text)}. Correct it."
-        ) from None
 
 
 def _flatten(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -283,6 +258,16 @@ def reduce_to_one_process(settings: Mapping[str, Setting]) -> tuple[dict[str, Se
     ]
     reduced = {key: Setting(ONE_PROCESS[key], settings[key].source) for key in changed}
     return {**settings, **reduced}, changed
+
+
+def sizes_of(settings: Mapping[str, Setting], world: int) -> dict[str, Any]:
+    """Keyword arguments of ``Topology.resolve`` for a run of ``world`` processes; of one, as it is reduced."""
+    if world == 1:
+        settings, _ = reduce_to_one_process(settings)
+    private = ("ep_size", "efsdp_size")
+    public = ("dp_size", "cp_size", "mp_replicate_size", "mp_shard_size", "ranks_per_node")
+    sizes = {name: settings[name].value for name in public}
+    return {**sizes, **{name: settings[f"dist_config.{name}"].value for name in private}}
 
 
 def without_effect_alone(settings: Mapping[str, Setting]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,9 +15,9 @@ from hf_fsdpturbo.arguments.saving_fields import SavingFields
 from hf_fsdpturbo.arguments.sources import (
     PUBLIC_DEFAULTS,
     SHORTHAND,
-    Setting,
     reduce_to_one_process,
     resolve_settings,
+    sizes_of,
 )
 from hf_fsdpturbo.arguments.unsupported import refuse_unsupported, settle_after_setup
 from hf_fsdpturbo.arguments.watch_fields import WatchFields
@@ -278,10 +277,4 @@ def sizes_for_world(args: FSDPTurboArguments, world: int) -> dict[str, Any]:
     With one process, sizes that came from the environment or the accelerate YAML are reduced to 1; sizes given on the
     command line or in Python stay, so that ``Topology.resolve`` refuses those that do not fit.
     """
-    settings: Mapping[str, Setting] = args._fsdpturbo.settings
-    if world == 1:
-        settings, _ = reduce_to_one_process(settings)
-    private = ("ep_size", "efsdp_size")
-    public = ("dp_size", "cp_size", "mp_replicate_size", "mp_shard_size", "ranks_per_node")
-    sizes = {name: settings[name].value for name in public}
-    return {**sizes, **{name: settings[f"dist_config.{name}"].value for name in private}}
+    return sizes_of(args._fsdpturbo.settings, world)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_fsdpturbo import launch_config
+from hf_fsdpturbo.arguments.least_numbers import LEAST, refuse_numbers
 from hf_fsdpturbo.arguments.params import FSDPTurboParams, KernelParams
 from hf_fsdpturbo.bounded import check_path, cut
 from hf_fsdpturbo.quantised.asked import asked_for
@@ -44,6 +45,7 @@ def refuse_unsupported(args: Any) -> None:
         ValueError: naming field, value, reason and fix.
     """
     _refuse_paths(args)
+    refuse_numbers({name: getattr(args, name, None) for name in LEAST})
     if getattr(args, "max_grad_norm", 0.0) is None:
         raise ValueError("max_grad_norm is None, but it must be a number. Use 0 to leave gradients unclipped.")
     _refuse_other_owners(args)
@@ -52,7 +54,7 @@ def refuse_unsupported(args: Any) -> None:
         _refuse_optimizer(args, _UNPROVEN_OPTIMIZERS, "{} optimizers are unproven on sharded experts")
     _refuse_foreign_implementation(args)
     _refuse_parallelism(args)
-    _refuse_backend_fields(args.fsdpturbo_params, args.recompute)
+    refuse_backend_fields(args.fsdpturbo_params, args.recompute)
     _refuse_double_liger(args, args.kernel_params)
     if args.cp_size > 1:
         _refuse_context_parallel(args)
@@ -121,7 +123,8 @@ def _refuse_parallelism(args: Any) -> None:
         )
 
 
-def _refuse_backend_fields(params: FSDPTurboParams, recompute: str) -> None:
+def refuse_backend_fields(params: FSDPTurboParams, recompute: str) -> None:
+    """Raise ValueError for fields of one ``ep_backend`` beside the other."""
     if params.ep_backend == "fsdp_turbo":
         if recompute != "full":
             raise ValueError(

@@ -6,6 +6,7 @@ A snapshot in the Hub's cache is made of links into ``blobs`` beside it: these a
 from __future__ import annotations
 
 import os
+import stat
 from typing import Any
 
 from hf_fsdpturbo.bounded import cut
@@ -63,16 +64,28 @@ def check_link(folder: str, path: str) -> None:
 
 
 def check_links(folder: str) -> None:
-    """:func:`check_link` of all files in a folder that are read; one listing of the folder.
+    """:func:`check_link` of all files in a folder that are read, and that each is a plain file; one listing.
 
     Raises:
-        ValueError: as there.
+        ValueError: as there; a pipe or device, which would be read for ever; a link that leads to itself.
     """
     with os.scandir(folder) as entries:
-        links = [entry.path for entry in entries if entry.is_symlink()]
-    for path in sorted(links):
+        odd = [entry.path for entry in entries if entry.is_symlink() or not (entry.is_file() or entry.is_dir())]
+    for path in sorted(odd):
         if path.endswith(READ) or os.path.isdir(path):
+            _check_plain(path)
             check_link(folder, path)
+
+
+def _check_plain(path: str) -> None:
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return  # who needs the file misses it
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}. Copy the file again.") from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ValueError(f"{path} is a pipe or a device, which would be read for ever. Put a plain file there.")
 
 
 def check_checkpoint_links(checkpoint: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_fsdpturbo.commands.one_line import OneLineParser, refuse
 from hf_fsdpturbo.launch_config.early_check import read_early
+from hf_fsdpturbo.one_line import OneLineParser, refuse
 from hf_fsdpturbo.shipped import LAUNCH_FILES, PAGES, RECIPES, launch_files, model_recipes, root
 
 PROG = "hf-fsdpturbo configs"

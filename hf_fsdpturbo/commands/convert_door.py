@@ -10,7 +10,7 @@ import yaml
 
 from hf_fsdpturbo import topology
 from hf_fsdpturbo.commands.llamafactory import Converted, convert
-from hf_fsdpturbo.commands.one_line import OneLineParser, positive, refuse
+from hf_fsdpturbo.one_line import OneLineParser, positive, refuse
 
 PROG = "hf-fsdpturbo convert"
 DEVICES = {"cuda": "MULTI_GPU", "npu": "MULTI_NPU", "cpu": "MULTI_GPU"}
@@ -27,6 +27,8 @@ def main(argv: Sequence[str]) -> int:
     stem = Path(options.file).stem
     recipe, launch = (options.out / f"{stem}_{kind}.yaml" for kind in ("recipe", "accelerate"))
     try:
+        if not Path(options.file).exists():
+            raise ValueError(f"there is no file {options.file!r}. Correct the path.")
         found = convert(options.file)
         check(found, Path(options.file))
         devices = options.devices or processes(found)

@@ -6,8 +6,8 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from hf_fsdpturbo.commands.one_line import OneLineParser
 from hf_fsdpturbo.doctor.report import TIMEOUT, run
+from hf_fsdpturbo.one_line import OneLineParser
 
 
 def main(argv: Sequence[str]) -> int:

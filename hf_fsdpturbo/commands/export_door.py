@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 from hf_fsdpturbo.commands.four_bit_words import add_four_bit_words, four_bit_of
-from hf_fsdpturbo.commands.one_line import OneLineParser, refuse
+from hf_fsdpturbo.one_line import OneLineParser, refuse
 
 PROG = "hf-fsdpturbo export"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_fsdpturbo.commands.one_line import OneLineParser, not_negative, positive
 from hf_fsdpturbo.launch_config.early_check import LaunchFile
 from hf_fsdpturbo.launch_config.slurm import SlurmStep
+from hf_fsdpturbo.one_line import OneLineParser, not_negative, positive
 from hf_fsdpturbo.shipped import launch_files
 
 DEFAULT_PORT = 29500

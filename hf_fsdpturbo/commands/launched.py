@@ -10,10 +10,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from hf_fsdpturbo.arguments.before_ranks import check_before_ranks
 from hf_fsdpturbo.arguments.yaml_fields import check_yaml_fields
 from hf_fsdpturbo.commands.launch_options import accelerate_words, make_parser
-from hf_fsdpturbo.commands.one_line import refuse
 from hf_fsdpturbo.commands.recipe_words import (
     RECIPES,
     check_by_parser,
@@ -22,8 +23,10 @@ from hf_fsdpturbo.commands.recipe_words import (
     read_recipe,
     with_shipped_recipe,
 )
+from hf_fsdpturbo.launch_config import CONFIG_VARIABLE, LaunchConfig, variable
 from hf_fsdpturbo.launch_config.early_check import LaunchFile, read_early
 from hf_fsdpturbo.launch_config.slurm import SlurmStep, slurm_step
+from hf_fsdpturbo.one_line import refuse
 
 NODE = 8  # devices of a machine, as the shipped recipes have it
 DESCRIPTIONS = {
@@ -65,6 +68,8 @@ def launch_command(name: str, options: argparse.Namespace, words: list[str]) -> 
     launch = accelerate_words(options, file, step)
     recipe = read_recipe(words)
     check_early(words, recipe)
+    world = int(launch[launch.index("--num_processes") + 1]) if "--num_processes" in launch else None
+    check_before_ranks(words, recipe, _launch_config(file), world)
     check_by_parser(name, words, recipe)
     if file:
         from hf_fsdpturbo.launch_config.accelerate_yaml import read_yaml
@@ -87,6 +92,17 @@ def with_devices(options: argparse.Namespace, devices: int, step: SlurmStep | No
             f"{nproc * nnodes}. Give --nnodes and --nproc for {devices}, or copy the recipe and change it."
         )
     return argparse.Namespace(**{**vars(options), "nproc": nproc})
+
+
+def _launch_config(file: LaunchFile | None) -> LaunchConfig:
+    """The accelerate YAML that ranks will read our fields from.
+
+    Raises:
+        ValueError: as :func:`read_early`.
+    """
+    named = variable(CONFIG_VARIABLE)
+    file = file if named is None else read_early(Path(named))
+    return LaunchConfig() if file is None else LaunchConfig(path=str(file.path), fields=file.fields)
 
 
 def _checked_file(options: argparse.Namespace) -> LaunchFile | None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from hf_fsdpturbo.commands.export_door import check_out, size_in_bytes, write
 from hf_fsdpturbo.commands.four_bit_words import add_four_bit_words, four_bit_of
-from hf_fsdpturbo.commands.one_line import OneLineParser
 from hf_fsdpturbo.merge.adapter_config import find_base, read_adapter
+from hf_fsdpturbo.one_line import OneLineParser
 
 PROG = "hf-fsdpturbo merge"
 

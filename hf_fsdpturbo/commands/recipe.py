@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hf_fsdpturbo.bounded import cut
 from hf_fsdpturbo.launch_config import YAML_PREFIX
+from hf_fsdpturbo.ranks import FAILURES, raise_named
 
 
 def parse(parser: Any, arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -51,6 +53,22 @@ def load_splits(script_args: Any, dataset_args: Any, seed: int) -> Any:
             script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
         )
     raise ValueError("No dataset: give `dataset_name` (a Hub name or a folder), or `datasets` in the YAML.")
+
+
+def named_splits(name: str | None, script_args: Any, dataset_args: Any, seed: int) -> Any:
+    """:func:`load_splits`, whose errors are those of ``datasets``: they seldom say what was read.
+
+    Args:
+        name: ``dataset_name`` as it was typed; None: the data sets of the YAML.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    try:
+        return load_splits(script_args, dataset_args, seed)
+    except FAILURES as error:
+        what = "the data sets of the YAML" if name is None else f"dataset_name={cut(name)}"
+        raise_named(error.__cause__ if isinstance(error.__cause__, Exception) else error, f"reading {what}")
 
 
 def refuse_typed(model_args: Any) -> None:

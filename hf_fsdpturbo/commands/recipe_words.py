@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from hf_fsdpturbo.bounded import parse_yaml, read_text
 from hf_fsdpturbo.commands.data_file import FORMATS
 from hf_fsdpturbo.commands.known_names import unknown_names
+from hf_fsdpturbo.hub_names import is_cached, is_path, offline
 from hf_fsdpturbo.launch_config import YAML_PREFIX
 from hf_fsdpturbo.shipped import model_recipes
 
@@ -20,6 +21,7 @@ RECIPES = {
     "reward": "hf_fsdpturbo.commands.reward",
 }
 MODEL, DATA = "model_name_or_path", "dataset_name"
+CONFIGS = ("config.json", "adapter_config.json")
 
 
 def with_shipped_recipe(name: str, words: Sequence[str]) -> tuple[list[str], int | None]:
@@ -71,16 +73,36 @@ def check_early(words: Sequence[str], recipe: dict[str, Any]) -> None:
     Raises:
         ValueError: naming the argument.
     """
-    model = _value(words, MODEL) or recipe.get(MODEL)
+    model = str(_given(MODEL, words, recipe) or "")
     if not model:
         raise ValueError(f"--{MODEL} is missing: a Hub name, or a folder with config.json and weights.")
-    if _is_path(str(model)) and not Path(str(model)).is_dir():
-        raise ValueError(f"--{MODEL}: there is no folder {str(model)!r}. Correct the path, or give a Hub name.")
-    data = _value(words, DATA) or recipe.get(DATA)
+    data = str(_given(DATA, words, recipe) or "")
     if not data and not recipe.get("datasets"):
         raise ValueError(f"--{DATA} is missing: a Hub name, a folder, a file, or a datasets: list in the YAML.")
-    if data and (_is_path(str(data)) or Path(str(data)).suffix in FORMATS) and not Path(str(data)).exists():
-        raise ValueError(f"--{DATA}: there is no file or folder {str(data)!r}. Correct the path.")
+    _check_model(model, words, recipe)
+    there = Path(data).is_file() or Path(data).is_dir()  # a pipe would be waited for
+    if data and not there and (Path(data).suffix in FORMATS or is_path(data)):
+        raise ValueError(f"--{DATA}: there is no file or folder {data!r}. Correct the path.")
+
+
+def _check_model(model: str, words: Sequence[str], recipe: dict[str, Any]) -> None:
+    elsewhere = "model_init_kwargs"  # may name a cache, a folder inside the model's, another format
+    if Path(model).is_dir():
+        if not any((Path(model) / name).exists() for name in CONFIGS) and not _given(elsewhere, words, recipe):
+            raise ValueError(f"--{MODEL}: the folder {model!r} has no config.json. Give the folder of a model.")
+    elif is_path(model):
+        raise ValueError(f"--{MODEL}: there is no folder {model!r}. Correct the path, or give a Hub name.")
+    elif offline() and not _given(elsewhere, words, recipe):
+        revision = _given("model_revision", words, recipe)
+        if not is_cached(model, CONFIGS, revision):
+            raise ValueError(
+                f"--{MODEL}: there is no folder {model!r}, nor is it{f' ({revision})' if revision else ''} in the "
+                "Hub's cache, and HF_HUB_OFFLINE=1 forbids to ask the Hub. Correct the name, or unset HF_HUB_OFFLINE."
+            )
+
+
+def _given(name: str, words: Sequence[str], recipe: dict[str, Any]) -> Any:
+    return _value(words, name) or recipe.get(name)
 
 
 def check_by_parser(name: str, words: Sequence[str], recipe: dict[str, Any]) -> None:
@@ -171,10 +193,6 @@ def _value(words: Sequence[str], name: str) -> str | None:
             raise ValueError(f"--{name}: a value is missing.")
         found = tail if equals else following
     return found
-
-
-def _is_path(text: str) -> bool:
-    return text.startswith(("/", "./", "../", "~"))
 
 
 def _without_config(words: Sequence[str]) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
-from hf_fsdpturbo.commands.one_line import OneLineParser, refuse
+from hf_fsdpturbo.one_line import OneLineParser, refuse
 from hf_fsdpturbo.telemetry.load_picture import draw_load
 from hf_fsdpturbo.telemetry.load_record import FILE, read_load, summary
 
@@ -21,9 +22,9 @@ def main(argv: Sequence[str]) -> int:
         record = read_load(options.run)
         path = draw_load(record, options.run if options.out is None else options.out)
     except (FileNotFoundError, NotADirectoryError):
-        refuse(
-            PROG, f"argument RUN: {options.run!r} has no {FILE}. Give the output_dir of a sharded run with experts."
-        )
+        there = os.path.isdir(options.run)
+        what = f"{options.run!r} has no {FILE}" if there else f"there is no folder {options.run!r} with {FILE}"
+        refuse(PROG, f"argument RUN: {what}. Give the output_dir of a sharded run with experts.")
     except (ValueError, ImportError, OSError) as error:
         refuse(PROG, error)
     print(summary(record))

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_fsdpturbo.commands.data_file import with_file
-from hf_fsdpturbo.commands.data_formats import converted
 from hf_fsdpturbo.commands.one_error import run_recipe
-from hf_fsdpturbo.commands.recipe import load_splits, parse, refuse_typed
+from hf_fsdpturbo.commands.recipe import named_splits, parse, refuse_typed
 
 
 def run(make_parser: Callable[[], Any], trainer_class: Any) -> None:
@@ -46,7 +45,7 @@ def train(trainer_class: Any, script_args: Any, training_args: Any, model_args: 
     }
     named = script_args.dataset_name
     script_args, dataset_args = with_file(script_args, dataset_args)
-    dataset = converted(load_splits(script_args, dataset_args, training_args.seed))
+    dataset = named_splits(named, script_args, dataset_args, training_args.seed)
 
     trainer = trainer_class(
         model=model_args.model_name_or_path,

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdpturbo.arguments.before_ranks import check_before_ranks
 from hf_fsdpturbo.commands.launch_options import launch_file
-from hf_fsdpturbo.commands.one_line import OneLineParser, positive, refuse
 from hf_fsdpturbo.commands.recipe_words import MODEL, given_values, read_recipe
-from hf_fsdpturbo.launch_config import set_environment_default
+from hf_fsdpturbo.launch_config import LaunchConfig, set_environment_default
+from hf_fsdpturbo.one_line import OneLineParser, positive, refuse
 from hf_fsdpturbo.verify.faults import FAULTS
 from hf_fsdpturbo.verify.few_ranks import Layout, on_few_ranks, on_two_ranks, read_layout, users_layout
 from hf_fsdpturbo.verify.to_prove import COMMANDS, Asked, carried
@@ -169,7 +170,7 @@ def _asked(options: argparse.Namespace, words: list[str]) -> Asked:
 def _given(options: argparse.Namespace, words: list[str], recipe: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
     """The user's arguments by name, command line over YAML over launch file, and the processes of the launch file."""
     given: dict[str, Any] = {}
-    processes = None
+    processes, launch = None, LaunchConfig()
     if options.accelerate_config is not None:
         from hf_fsdpturbo.arguments.yaml_fields import check_yaml_fields
         from hf_fsdpturbo.launch_config.early_check import read_early
@@ -180,8 +181,10 @@ def _given(options: argparse.Namespace, words: list[str], recipe: dict[str, Any]
         except ValueError as error:
             raise ValueError(f"--accelerate_config: {error}") from error
         given, processes = dict(file.fields), file.num_processes
+        launch = LaunchConfig(path=str(file.path), fields=file.fields)
     if recipe or words:
         config = [] if options.config is None else ["--config", options.config]
+        check_before_ranks(words, recipe, launch, None)
         own = given_values(options.command, [*config, *words], recipe)
         given = {**given, **own, "dist_config": {**_mapping(given), **_mapping(own)}}
     inner = _mapping(given)

@@ -10,9 +10,11 @@ from typing import Any
 from hf_fsdpturbo.bounded import check_path, cut
 from hf_fsdpturbo.checkpoint.commit import read_json
 from hf_fsdpturbo.checkpoint.hub import INDEX, SINGLE
-from hf_fsdpturbo.checkpoint.inside import check_link, path_inside
+from hf_fsdpturbo.checkpoint.inside import check_link, check_links, path_inside
 from hf_fsdpturbo.loading.config_values import CONFIG, asks_for_much, check_counts, raw_config
+from hf_fsdpturbo.loading.hub_headers import hub_headers
 from hf_fsdpturbo.loading.open_files import Headers
+from hf_fsdpturbo.loading.small_files import check_small_files
 from hf_fsdpturbo.quantisation import packed_as
 from hf_fsdpturbo.quantised.packed_pairs import paired
 from hf_fsdpturbo.ranks import FAILURES, from_node_leader, node, rank
@@ -31,7 +33,8 @@ DTYPES = frozenset(
 # Note [When a checkpoint's files are looked at]
 # Before the model is built: a local directory, and the snapshot of a Hub id if all its files are in the cache. Which
 # snapshot is meant is asked as Transformers asks: an old one says nothing about the one that will be read. What has to
-# be downloaded is looked at after that, by each rank: it may take longer than ranks wait for each other.
+# be downloaded is looked at after that, by each rank: it may take longer than ranks wait for each other. But where the
+# config asks for more than released models have, the Hub is asked for the headers alone, and first.
 
 
 def local_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tuple[str, Headers] | None:
@@ -47,7 +50,12 @@ def local_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tuple
     if not _other_format(from_pretrained_kwargs) and (is_local or _is_whole(folder)):
         return folder, checked_folder(folder)
     if (config := raw_config(folder)) is not None:
-        check_counts(os.path.join(folder, CONFIG), config, {})
+        headers: Headers = {}
+        if asks_for_much(config) and not is_local and not _other_format(from_pretrained_kwargs):
+            headers = hub_headers(
+                path, folder, from_pretrained_kwargs, lambda name: _cached_file(path, name, from_pretrained_kwargs)
+            )
+        check_counts(os.path.join(folder, CONFIG), config, headers)
     return (folder, {}) if is_local else None
 
 
@@ -118,12 +126,18 @@ def cached_headers(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> tupl
 
 
 def refuse_impossible(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> None:
-    """Compare a config with the files before anything is made of it, where it asks for very much.
+    """Before anything is made of a model's folder: its files are plain ones, and its config asks for what they hold.
 
     Raises:
-        ValueError: as :func:`local_headers`.
+        ValueError: as :func:`local_headers` where the config asks for very much; as :func:`check_links`.
     """
+    if os.path.isdir(path):
+        check_links(path)
     folder = config_folder(path, from_pretrained_kwargs)
+    for place in (path, folder):  # of an adapter and its base, of a subfolder, of a snapshot
+        if place is not None and os.path.isdir(place):
+            check_links(place)
+            check_small_files(place)
     config = raw_config(folder) if folder is not None and os.path.isdir(folder) else None
     if config is not None and asks_for_much(config):
         local_headers(path, from_pretrained_kwargs)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdpturbo.hub_names import is_cached, is_path, not_here
+from hf_fsdpturbo.one_line import OneLineParser
 from hf_fsdpturbo.plan.planned_run import (
     DISPATCHERS,
     FROZEN,
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 NODE = 8  # ranks of a node unless it is said
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-fsdpturbo plan", description=__doc__)
+def _parser() -> OneLineParser:
+    parser = OneLineParser("hf-fsdpturbo plan", str(__doc__))
     add = parser.add_argument
     names = ", ".join(released_names())
     add("model", metavar="MODEL", help=f"a Hub id in the cache, a folder, a config.json, or {names}")
@@ -126,19 +128,11 @@ def _check_model(model: str) -> None:
     """Raise ValueError unless MODEL is there; what it holds is seen later."""
     if released_file(model) or Path(model).is_file() or (Path(model) / "config.json").is_file():
         return
-    if model.count("/") == 1 and not Path(model).is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            if isinstance(try_to_load_from_cache(model, "config.json"), str):
-                return
-        except HFValidationError:
-            pass  # no Hub id: said below
-    raise ValueError(
-        f"MODEL {model!r} is no shipped name, config.json, folder with one, or Hub id in the cache. Shipped names: "
-        f"{', '.join(released_names())}."
-    )
+    if not is_path(model) and is_cached(model, ("config.json",)):
+        return
+    names = ", ".join(released_names())
+    said = not_here("MODEL", model, "shipped name, config.json, folder with one, or Hub id in the cache")
+    raise ValueError(f"{said} Shipped names: {names}.")
 
 
 def _usual_ep(shape: ModelShape, asked: Asked) -> int:

@@ -95,6 +95,8 @@ def read_load(folder: str) -> LoadRecord:
         ValueError: the file is damaged or not one of these.
     """
     path = os.path.join(folder, FILE)
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait for a writer
+        raise ValueError(f"{path} is not a file. Remove it.")
     try:
         with open(path, "rb") as opened:
             content = io.BytesIO(opened.read(MOST_BYTES))

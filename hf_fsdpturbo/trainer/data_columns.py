@@ -1,24 +1,84 @@
 """The columns of a data set against those that TRL's trainers understand: named before the model is loaded.
 
-Only what TRL would fail on, or drop every row of, is refused: a formatting function, prepared data and trainers that
-TRL does not have are left alone.
+Rows in Alpaca's and ShareGPT's formats are converted first. Only what TRL would fail on, or drop every row of, is
+refused: a formatting function, prepared data and trainers that TRL does not have are left alone.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+from hf_fsdpturbo import launch_config
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
+from hf_fsdpturbo.ranks import raised_on_every_rank
+from hf_fsdpturbo.trainer.data_formats import converted
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
+from hf_fsdpturbo.trainer.rows import refuse_rows
 
 FORMATS = "https://huggingface.co/docs/trl/dataset_formats"
 PREFERENCES = ("DPOTrainer", "RewardTrainer")
 PREPARED = ("input_ids", "prompt_ids", "chosen_ids", "chosen_input_ids")
-SHAREGPT_SPEAKERS = ("human", "gpt")
+
+logger = logging.getLogger(__name__)
+
+
+def check_data(trainer_class: type, given: GivenArguments, config: Any) -> None:
+    """:func:`convert_columns`, then what is wrong with rows and columns. Collective.
+
+    Raises:
+        ValueError: naming the data set, and column and row.
+    """
+    with raised_on_every_rank("converting the rows of a data set"):  # it writes files: one rank's disk may be full
+        convert_columns(trainer_class, given, config)
+    refuse_rows(trainer_class, given, config)
+    refuse_columns(trainer_class, given, config)
+
+
+def convert_columns(trainer_class: type, given: GivenArguments, config: Any) -> None:
+    """Rows in Alpaca's and ShareGPT's formats become TRL's, in the training and the evaluation sets.
+
+    Args:
+        trainer_class: the user's.
+        given: its arguments by name; data sets are replaced.
+        config: training arguments.
+
+    Raises:
+        ValueError: a row that cannot be converted; names data set, row, column and rule.
+    """
+    if not set(trl_classes(trainer_class)) & {"SFTTrainer", *PREFERENCES} or _left_alone(trainer_class, given, config):
+        return
+    for name in ("train_dataset", "eval_dataset"):
+        value, text = given.get(name), getattr(config, "dataset_text_field", "text")
+        parts = value if _is_several(value) else {"": value}
+        found = {part: _converted(f"{name}{f' {part!r}' if part else ''}", data, text) for part, data in parts.items()}
+        if any(found[part] is not data for part, data in parts.items()):
+            given[name] = type(value)(found) if _is_several(value) else found[""]
+
+
+def _converted(where: str, data: Any, text: str) -> Any:
+    columns = getattr(data, "column_names", ())
+    if not hasattr(data, "column_names") or any(column in (columns or ()) for column in PREPARED):
+        return data
+    try:
+        found = converted(data, text)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if found is not data and launch_config.rank() == 0:
+        logger.warning("%s: rows with the columns %s become TRL's (docs/from_llamafactory.md).", where, columns)
+    return found
+
+
+def _left_alone(trainer_class: type, given: GivenArguments, config: Any) -> bool:
+    """Whether TRL does not prepare the rows, or a function of the user's reads them."""
+    skipped = (getattr(config, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+    prepare = getattr(trainer_class, "_prepare_dataset", None)
+    theirs = prepare is not None and prepare.__module__.startswith("trl.")
+    return given.get("formatting_func") is not None or bool(skipped) or not theirs
 
 
 def refuse_columns(trainer_class: type, given: GivenArguments, config: Any) -> None:
-    """Look at the training and the evaluation sets.
+    """Look at the training and the evaluation sets, after :func:`convert_columns`.
 
     Args:
         trainer_class: the user's.
@@ -29,10 +89,7 @@ def refuse_columns(trainer_class: type, given: GivenArguments, config: Any) -> N
         ValueError: naming the columns that were found, those that are understood, and how to rename.
     """
     families = trl_classes(trainer_class)
-    skipped = (getattr(config, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
-    prepare = getattr(trainer_class, "_prepare_dataset", None)
-    theirs = prepare is not None and prepare.__module__.startswith("trl.")
-    if given.get("formatting_func") is not None or skipped or not theirs:
+    if _left_alone(trainer_class, given, config):
         return
     for name in ("train_dataset", "eval_dataset"):
         value = given.get(name)
@@ -55,22 +112,12 @@ def _refuse_sft(where: str, data: Any, columns: list[str], text: str) -> None:
     formats = [(text,), ("messages",), ("conversations",), ("prompt", "completion")]
     present = [names for names in formats if set(names) <= set(columns)]
     if not present:
-        hint = ""
-        if {"instruction", "output"} <= set(columns):
-            hint = " This is Alpaca's format: make 'prompt' of instruction and input, and rename output 'completion'."
-        raise ValueError(f"{where} has the columns {columns}, but SFT understands {understood}.{hint} See {FORMATS}.")
+        raise ValueError(f"{where} has the columns {columns}, but SFT understands {understood}. See {FORMATS}.")
     if all(_has_nulls(data, name) for names in present for name in names):
         raise ValueError(
             f"{where} has rows without {[name for names in present for name in names]}: data sets of several formats "
             f"were mixed. SFT understands one format at a time: {understood}. Convert them to one. See {FORMATS}."
         )
-    for column in ("conversations", "messages"):
-        if column in columns and (speakers := _speakers(data, column)) & set(SHAREGPT_SPEAKERS):
-            raise ValueError(
-                f"{where} {column} is in ShareGPT's format (from: {sorted(speakers)}), whose speakers chat templates "
-                f"do not know: every row would be dropped. Write role 'user' for human and 'assistant' for gpt, and "
-                f"content for value. See {FORMATS}."
-            )
 
 
 def _refuse_preferences(where: str, columns: list[str], family: str) -> None:
@@ -85,9 +132,3 @@ def _refuse_preferences(where: str, columns: list[str], family: str) -> None:
 def _has_nulls(data: Any, column: str) -> bool:
     table = getattr(data, "data", None)  # a map-style set keeps an Arrow table, a stream none
     return table is not None and table.column(column).null_count > 0
-
-
-def _speakers(data: Any, column: str) -> set[str]:
-    row = next(iter(data), None)
-    messages = (row or {}).get(column) or []
-    return {m.get("from") or m.get("role") or "" for m in messages if isinstance(m, dict)}

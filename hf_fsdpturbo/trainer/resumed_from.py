@@ -9,6 +9,7 @@ from typing import Any
 from hf_fsdpturbo.bounded import check_path
 from hf_fsdpturbo.checkpoint import commit, plain_trainer, state_file
 from hf_fsdpturbo.checkpoint.inside import check_checkpoint_links
+from hf_fsdpturbo.loading.small_files import check_small_files
 from hf_fsdpturbo.ranks import everyone, from_rank0, raised_on_every_rank, rank, together
 
 
@@ -66,6 +67,7 @@ def check_given(checkpoint: Any) -> None:
         check_path("resume_from_checkpoint", checkpoint)
         if rank() == 0:
             check_checkpoint_links(checkpoint)
+            check_small_files(checkpoint)
             state_file.check_state(checkpoint)
 
 

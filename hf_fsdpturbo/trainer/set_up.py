@@ -30,7 +30,7 @@ from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.topology import Topology
 from hf_fsdpturbo.trainer import collective_calls
 from hf_fsdpturbo.trainer.chat_template import refuse_new_tokens, take_template
-from hf_fsdpturbo.trainer.data_columns import refuse_columns
+from hf_fsdpturbo.trainer.data_columns import check_data
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 from hf_fsdpturbo.trainer.head_choice import HeadChoice
 from hf_fsdpturbo.trainer.output_place import open_output_dir
@@ -52,7 +52,7 @@ from hf_fsdpturbo.trainer.refusals import (
     refuse_resizing,
     refuse_unsharded,
 )
-from hf_fsdpturbo.trainer.rows import rank0_first, refuse_pictures, refuse_rows, some_rank_may_have_images
+from hf_fsdpturbo.trainer.rows import rank0_first, refuse_pictures, some_rank_may_have_images
 from hf_fsdpturbo.trainer.sigterm import AgreedStop
 from hf_fsdpturbo.trainer.start_summary import start_lines
 
@@ -113,8 +113,7 @@ class SetUp:
         self.trainer_class, self.given, self.config = trainer_class, given, config
         open_output_dir(config)
         refuse_missing_packages(config)
-        refuse_rows(trainer_class, given, config)
-        refuse_columns(trainer_class, given, config)
+        check_data(trainer_class, given, config)
         refuse_model(given, config.world_size)
         refuse_optimizers(given, config.world_size)
         seed = cast(Any, config).seed

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdpturbo.bounded import parse_json, read_text
+from hf_fsdpturbo.hub_names import is_path, not_here
 from hf_fsdpturbo.plan.released import released_file
 
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -22,19 +23,13 @@ def read_values(model: str) -> dict[str, Any]:
     path = released_file(model) or Path(model)
     if path.is_dir():
         path = path / "config.json"
-    elif not path.is_file() and model.count("/") == 1:
+    elif not path.is_file() and not is_path(model):
         from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
 
-        try:
-            path = Path(str(try_to_load_from_cache(model, "config.json")))
-        except HFValidationError:
-            pass  # no Hub id: said below
+        path = Path(str(try_to_load_from_cache(model, "config.json")))
     if not path.is_file():
-        raise ValueError(
-            f"MODEL {model!r} is no shipped name (hf-fsdpturbo plan --help lists them), config.json, folder with one, "
-            "or Hub id in the cache."
-        )
+        kinds = "shipped name (hf-fsdpturbo plan --help), config.json, folder with one, or Hub id in the cache"
+        raise ValueError(not_here("MODEL", model, kinds))
     values = parse_json(read_text(str(path)), str(path))
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ValueError(f"MODEL {model!r}: {path} holds no model_type. Give the config.json of a model.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from dataclasses import replace
@@ -116,7 +117,42 @@ def try_all(models: dict[str, str]) -> dict[str, tuple[str, str]]:
     args = FSDPTurboSFTConfig(**{**DEFAULT_ARGS, "output_dir": tempfile.mkdtemp(), **EP2})
     trainer = FSDPTurboSFTTrainer(models["moe"], args=args, train_dataset=data, processing_class=tokenizer)
     trainer.train()
-    return {**result, **refused_rows(trainer, tokenizer), **refused_by_trainers(trainer, data, tokenizer)}
+    result.update(refused_rows(trainer, tokenizer), **refused_by_trainers(trainer, data, tokenizer))
+    return {**result, **under_a_file_limit(trainer, models["rows"], tokenizer)}
+
+
+SMALL_FILES = {  # name -> (ranks whose files may not be longer than 1 KB, what writes, words that a rank must say)
+    "mapping_on_rank_0": ((0,), "rows", ("preparing the data set failed on rank 0 of 2", "File too large")),
+    "mapping_on_all": ((0, 1), "rows", ("preparing the data set failed on rank 0 of 2", "File too large")),
+    "printing_on_rank_0": ((0,), "print", ("printing the summary failed on rank 0 of 2", "File too large")),
+    "none": ((), "print", ()),
+}
+
+
+def under_a_file_limit(trainer: Any, rows: str, tokenizer: Any) -> dict[str, tuple[str, str]]:
+    """Set-up where no file may be longer than 1 KB (RLIMIT_FSIZE): TRL's map writes one, and so does a print."""
+    import resource
+
+    from datasets import load_from_disk
+
+    result, before = {}, resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, (ranks, writer, _) in SMALL_FILES.items():
+        data = load_from_disk(rows, keep_in_memory=writer == "print")
+        with tempfile.TemporaryFile("w", buffering=1) as out, contextlib.redirect_stdout(out):
+            if writer == "print":
+                out.write("what was printed before\n" * 50)  # more than 1 KB
+            if trainer.args.process_index in ranks:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+            try:
+                type(trainer)(
+                    trainer.model.name_or_path, args=trainer.args, train_dataset=data, processing_class=tokenizer
+                )
+                result[name] = ("", "no error")
+            except Exception as error:  # noqa: BLE001  (the test says which class it has to be)
+                result[name] = (type(error).__name__, str(error))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return result
 
 
 def refused_rows(trainer: Any, tokenizer: Any) -> dict[str, tuple[str, str]]:
@@ -221,6 +257,7 @@ def models(tiny, tmp_path_factory) -> dict[str, str]:
     from pathlib import Path
 
     import torch
+    from datasets import Dataset
     from safetensors.torch import load_file, save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -277,6 +314,10 @@ def models(tiny, tmp_path_factory) -> dict[str, str]:
         key = "model.layers.1.mlp.experts.2.up_proj.weight"
         tensors[key] = tensors[key].to(torch.float8_e4m3fn)
 
+    def on_disk(folder: Path) -> str:
+        Dataset.from_dict({"text": texts(40)}).save_to_disk(folder)
+        return str(folder)
+
     half_packed = Path(rewritten("packed_without_scales", packed))
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
     (half_packed / "config.json").write_text(json.dumps(config))
@@ -299,6 +340,7 @@ def models(tiny, tmp_path_factory) -> dict[str, str]:
         "eps_nan": changed("eps_nan", rms_norm_eps=float("nan")),
         "nine_of_eight": changed("nine_of_eight", num_experts_per_tok=9),
         "moe": moe,
+        "rows": on_disk(tmp_path_factory.mktemp("rows") / "rows"),
         "three_experts": tiny("qwen3_moe", num_experts=3),
         "dense": str(dense),
         "truncated": str(truncated),
@@ -319,6 +361,15 @@ def test_refused_by_trainers(said, case: str):
         kind, message = rank[case]
         assert kind == ("CheckpointError" if case == "m10_push_offline" else "ValueError"), (kind, message)
         assert all(part in message for part in OF_TRAINERS[case]), message
+
+
+@pytest.mark.parametrize("case", SMALL_FILES)
+def test_a_limit_on_file_sizes_stops_both_ranks(said, case: str):
+    """What one rank cannot write in set-up is named on both, and the next trainer is built."""
+    assert len({rank[case] for rank in said}) == 1, [rank[case] for rank in said]
+    kind, message = said[0][case]
+    assert kind == ("CheckpointError" if SMALL_FILES[case][0] else ""), (kind, message)  # a ValueError
+    assert all(part in message for part in SMALL_FILES[case][2]), message
 
 
 @pytest.mark.parametrize("case", ROWS)

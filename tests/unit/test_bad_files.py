@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from hf_fsdpturbo.checkpoint.inside import check_links, own_folder, path_inside
 from hf_fsdpturbo.checkpoint.state_file import check_state
 from hf_fsdpturbo.loading.config_values import asks_for_much, check_counts, check_dtypes, check_values
 from hf_fsdpturbo.loading.expert_numbers import check_expert_numbers
-from hf_fsdpturbo.loading.files import base_of_adapter, refuse_trusted_base, safetensors_header
+from hf_fsdpturbo.loading.files import base_of_adapter, refuse_impossible, refuse_trusted_base, safetensors_header
 from hf_fsdpturbo.trainer.rows import TokensInRange
 from hf_fsdpturbo.trainer.set_up import SetUp
 
@@ -48,6 +49,31 @@ def test_links_that_lead_out_and_those_of_the_hub(tmp_path):
     (plain / "a.json").symlink_to(blobs / "1")
     with pytest.raises(ValueError, match="outside its folder"):
         check_links(str(plain))
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "chat_template.jinja", "optimizer.pt"])
+def test_what_would_be_read_for_ever_is_refused(tmp_path, name):
+    """A pipe waits for a writer, a device never ends, a link may lead to itself: named before anybody opens it."""
+    for kind, said in (("pipe", "is a pipe or a device"), ("device", "is a pipe or a device"), ("loop", "symbolic")):
+        folder = tmp_path / kind
+        folder.mkdir()
+        path = folder / name
+        os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero" if kind == "device" else name)
+        for look in (check_links, partial(refuse_impossible, from_pretrained_kwargs={})):
+            with pytest.raises(ValueError, match=said) as caught:
+                look(str(folder))
+            assert name in str(caught.value)
+    (tmp_path / "gone.json").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "my.pipe")  # nobody reads a file of such a name
+    check_links(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"[]", b"\0" * 9, b"\xff\xfe", b"[" * 5000, b'{"a":' * 5000])
+def test_small_files_are_mappings(tmp_path, content):
+    """Transformers' own errors (RecursionError, AttributeError, JSONDecodeError) name no file."""
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json"):
+        refuse_impossible(str(tmp_path), {})
 
 
 def test_staging_is_no_link(tmp_path):

@@ -25,6 +25,7 @@ HEAD = ["--rdzv_endpoint", "head:1234"]
 
 @pytest.fixture(autouse=True)
 def _no_slurm(monkeypatch):
+    monkeypatch.setattr(recipe_words, "offline", lambda: False)  # some/model may be on the Hub
     for name in ("SLURM_JOB_ID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_NUM_NODES"):
         monkeypatch.delenv(name, raising=False)
 
@@ -70,6 +71,34 @@ WRONG = {
     "--model_name_or_path": ["sft", *CPU, *DATA],
     "--model_name_or_path: there is no folder": ["sft", *CPU, "--model_name_or_path=./nowhere", *DATA],
     "--dataset_name": ["sft", *CPU, *MODEL],
+    "--model_name_or_path: there is no folder 'a/b/c'": ["dpo", *CPU, "--model_name_or_path", "a/b/c", *DATA],
+    f"--model_name_or_path: the folder {str(ROOT)!r} has no config.json": [
+        "sft",
+        *CPU,
+        "--model_name_or_path",
+        str(ROOT),
+        *DATA,
+    ],
+    "--dataset_name: there is no file or folder 'a/b/c'": ["sft", *CPU, *MODEL, "--dataset_name", "a/b/c"],
+    "but it is 'warp'": ["sft", *CPU, *NAMED, "--ep_dispatcher", "warp"],
+    "hang_timeout must be a positive integer": ["dpo", *CPU, *NAMED, "--hang_timeout=-1"],
+    "--cp_size must be a whole number": ["reward", *CPU, *NAMED, "--cp-size", "010"],
+    "--freeze_routers must be true or false": ["sft", *CPU, *NAMED, "--freeze_routers", "maybe"],
+    "router_lr_scale must be more than 0": ["sft", *CPU, *NAMED, "--router_lr_scale", "-1"],
+    "kernel_config name 'x' is unknown": ["sft", *CPU, *NAMED, "--kernel_config", '{"name": "x"}'],
+    "ep_size (3) must divide dp_size (2)": ["sft", *CPU, *NAMED, "--ep_size", "3"],
+    "ep_size (2) must divide dp_size (3)": ["sft", *CPU, *NAMED, "--nproc", "3"],
+    "hook_modules": ["sft", *CPU, *NAMED, "--dist_config", '{"hook_modules": ["a"]}'],
+    "max_length must be a number of 1 or more, but it is -4": ["sft", *CPU, *NAMED, "--max_length", "-4"],
+    "learning_rate must be a number of 0 or more, but it is nan": ["sft", *CPU, *NAMED, "--learning_rate", "nan"],
+    "argument --devices": ["plan", "some/model", "--devices", "x"],
+    "unrecognized arguments: --wrong": ["plan", "some/model", "--devices", "8", "--wrong"],
+    "MODEL: there is no folder './nowhere'": ["plan", "./nowhere", "--devices", "8"],
+    "MODEL: there is no folder 'a/b/c'": ["verify", "a/b/c"],
+    "MODEL 'some/model' is no shipped name": ["verify", "some/model"],
+    "verify: error: dist_config ep_dispatcher must be one of": ["verify", "qwen3-30b-a3b", "--ep_dispatcher", "warp"],
+    "argument RUN: there is no folder 'nowhere'": ["report", "nowhere"],
+    "argument FILE: there is no file 'nowhere.yaml'": ["convert", "nowhere.yaml"],
     "--dataset_name: there is no file": ["sft", *CPU, *MODEL, "--dataset-name", "nowhere.jsonl"],
     "--node_rank must be below the number of machines (2)": ["sft", *CPU, "--nnodes=2", "--node_rank=2", *HEAD],
     "--node_rank is needed": ["sft", *CPU, "--nnodes", "2", *HEAD],
@@ -83,7 +112,8 @@ WRONG = {
     "--base is for --merge": ["export", str(ROOT), "new", "--base", "x"],
     "--merge: ": ["export", str(ROOT), "new", "--merge"],
     "OUT ": ["export", str(ROOT), str(ROOT)],
-    "ADAPTER 'nowhere' is neither": ["merge", "nowhere", "--out", "new"],
+    "ADAPTER: there is no folder './nowhere'": ["merge", "./nowhere", "--out", "new"],
+    "ADAPTER 'nowhere' is no folder, nor": ["merge", "nowhere", "--out", "new"],
     "--out": ["merge", "nowhere"],
     "--max-file-size": ["export", "a", "b", "--max-file-size", "big"],
 }
@@ -124,13 +154,17 @@ def test_names_paths_and_yaml_are_checked_without_heavy_imports(tmp_path):
     """The whole way to TRL's parser, in a fresh interpreter."""
     (tmp_path / "a.yaml").write_text("fsdp_config: {fsdp_turbo_ep_siez: 2}\n")
     (tmp_path / "r.yaml").write_text("- no mapping\n")
+    (tmp_path / "v.yaml").write_text("check_loading: much\n")
     words = [*CPU, *NAMED]
     code = f"""
-import sys
+import os, sys
 from hf_fsdpturbo import cli
 for words in (["sft", *{words}, "--config", "r.yaml"], ["dpo", "--accelerate_config", "a.yaml"], ["configs", "x"],
               ["reward", *{CPU}], ["export", "x", "y"], ["merge", "x", "--out", "y"],
-              ["sft", *{words}, "--learning_rte", "3"], ["doctor", "--timeout", "0"]):
+              ["sft", *{words}, "--learning_rte", "3"], ["doctor", "--timeout", "0"],
+              ["sft", *{words}, "--ep_dispatcher", "warp"], ["sft", *{words}, "--config", "v.yaml"],
+              ["dpo", *{words}, "--max_length", "0"], ["plan", "x/y/z", "--devices", "2"], ["sft", *{words}]):
+    os.environ.update({{"FSDPTURBO_RECOMPUTE": "some"}} if words == ["sft", *{words}] else {{}})
     try:
         cli.main(words)
     except SystemExit as status:
@@ -142,7 +176,8 @@ print(sorted({{"torch", "transformers", "accelerate", "trl"}} & set(sys.modules)
         env={"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.stdout == "[]\n", done.stdout + done.stderr
-    assert done.stderr.count("\n") == 8
+    assert done.stderr.count("\n") == 13
+    assert all(words in done.stderr for words in ("check_loading must be one of", "is 'warp'", "from environment"))
 
 
 RECIPE = "qwen3-30b-a3b/sft_8x80"
@@ -157,7 +192,9 @@ def test_a_shipped_recipe_by_name(unparsed, capsys):
         assert found[found.index("--num_processes") + 1] == "8"
     two = launch("--config", "qwen3-30b-a3b/sft_16x80", *DATA, "--nnodes", "2", "--node_rank", "1", *HEAD)
     assert two[two.index("--num_processes") + 1] == "16"
-    assert launch("--config", RECIPE, *CPU, *DATA)[1].endswith("cpu_ep2.yaml")  # the launch file says how many
+    given = launch("--config", RECIPE, *CPU, "--nproc", "8", *DATA)
+    assert given[1].endswith("cpu_ep2.yaml")  # the launch file says on what
+    assert "ep_size (8) must divide dp_size (2)" in refused(capsys, ["sft", "--config", RECIPE, *CPU, *DATA])
     assert "is a recipe of sft" in refused(capsys, ["dpo", "--config", RECIPE, *DATA])
     too_few = ["sft", "--config", "qwen3-30b-a3b/sft_16x80", *DATA]
     assert "--nnodes: the recipe is for 16 devices" in refused(capsys, too_few)
@@ -222,9 +259,9 @@ ACCELERATE = {
 
 @pytest.mark.parametrize("words", ACCELERATE)
 def test_words_become_those_of_accelerate(words, unparsed):
-    got = launch(*words, *NAMED, "--ep_size", "2")
+    got = launch(*words, *NAMED, "--seed", "2")
     file = ["--config_file", str(shipped.launch_files()["cpu_ep2"])] if words[:1] == ("--accelerate_config",) else []
-    recipe = ["--module", "hf_fsdpturbo.commands.sft", *NAMED, "--ep_size", "2"]
+    recipe = ["--module", "hf_fsdpturbo.commands.sft", *NAMED, "--seed", "2"]
     assert got == ["accelerate.commands.launch", *file, *ACCELERATE[words], *recipe][1:]
 
 
@@ -336,3 +373,35 @@ def test_setup_py_ships_the_folders_that_are_read():
     assert folders == {shipped.LAUNCH_FILES, shipped.RECIPES, shipped.PAGES}
     manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8")
     assert all(f"recursive-include {folder} " in manifest for folder in folders)
+
+
+def test_a_rank_says_the_same(capsys):
+    """The launcher's words are those of a rank's arguments: the check exists once."""
+    from hf_fsdpturbo import FSDPTurboTrainingArguments
+
+    for fields in ({"ep_dispatcher": "warp"}, {"hang_timeout": -1}, {"learning_rate": -1}, {"recompute": "some"}):
+        said = refused(capsys, ["sft", *CPU, *NAMED, *(f"--{name}={value}" for name, value in fields.items())])
+        with pytest.raises(ValueError, match=next(iter(fields))) as caught:
+            FSDPTurboTrainingArguments("out", use_cpu=True, report_to="none", **fields)
+        assert said.endswith(f"error: {caught.value}\n")
+
+
+def test_a_model_that_is_neither_here_nor_in_the_cache(capsys, monkeypatch):
+    monkeypatch.setattr(recipe_words, "offline", lambda: True)
+    said = refused(capsys, ["sft", *CPU, *NAMED])
+    assert "--model_name_or_path: there is no folder 'some/model'" in said
+    assert "HF_HUB_OFFLINE=1" in said
+    with pytest.raises(ValueError, match="no such argument"):  # another cache may be named: left to the ranks
+        launch(*CPU, *NAMED, "--model_init_kwargs", '{"cache_dir": "x"}', "--ep_siez", "2")
+
+
+def test_a_setting_of_the_recipe_counts_like_one_of_the_line(tmp_path, capsys):
+    recipe = tmp_path / "r.yaml"
+    for text, said in (
+        ("on_nonfinite: pray", "on_nonfinite must be one of"),
+        ("ep_size: '01'", "--ep_size must be a whole number"),
+        ("env: {FSDPTURBO_EP_DISPATCHER: warp}", "(from environment"),
+        ("per_device_train_batch_size: 0", "per_device_train_batch_size must be a number of 1 or more"),
+    ):
+        recipe.write_text(text + "\n")
+        assert said in refused(capsys, ["sft", *CPU, *NAMED, "--config", str(recipe)])

@@ -3,7 +3,7 @@
 import pytest
 from datasets import Dataset, DatasetDict
 
-from hf_fsdpturbo.commands.data_formats import converted
+from hf_fsdpturbo.trainer.data_formats import converted
 
 USER, ANSWER = {"role": "user", "content": "Add.\n1 2"}, {"role": "assistant", "content": "3"}
 SYSTEM = {"role": "system", "content": "Be short."}
@@ -24,6 +24,7 @@ BAD = {"from": "gpt", "value": "4"}
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "4"}]},
     ),
     ({"conversations": [HUMAN, GPT], "system": "Be short."}, {"messages": [SYSTEM, USER, ANSWER]}),
+    ({"messages": [HUMAN, GPT]}, {"messages": [USER, ANSWER]}),
     (
         {"conversations": [HUMAN], "chosen": GPT, "rejected": BAD},
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "4"}]},
@@ -42,6 +43,7 @@ def test_rows_on_paper(row, expected):
     {"prompt": "1 + 2", "completion": "3"},
     {"prompt": "1 + 2", "chosen": "3", "rejected": "4"},
     {"conversations": [USER, ANSWER]},
+    {**ALPACA, "text": "Add 1 2 is 3"},
 ])  # fmt: skip
 def test_what_trl_understands_stays(row):
     data = Dataset.from_list([row])

@@ -244,7 +244,7 @@ def test_what_is_not_merged_is_refused_by_its_field(pair: Path, field: str, tmp_
 
 def test_wrong_folders_and_bases(pair: Path, tmp_path: Path, capsys: Any):
     out = ("--out", tmp_path / "out")
-    assert refused(capsys, "nowhere", *out).startswith("ADAPTER 'nowhere' is neither")
+    assert refused(capsys, "nowhere", *out).startswith("ADAPTER 'nowhere' is no folder, nor")
     assert "without adapter_config.json" in refused(capsys, pair / "base", *out)
     assert refused(capsys, pair / "adapter", "--out", pair).startswith("--out")
     assert "is needed" not in refused(capsys, pair / "adapter", *out, "--base", "no/model")

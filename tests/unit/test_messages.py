@@ -16,7 +16,7 @@ from datasets import Dataset
 from hf_fsdpturbo import FSDPTurboDPOTrainer, FSDPTurboSFTTrainer, FSDPTurboTrainingArguments, compat, launch_config
 from hf_fsdpturbo.arguments import describe_sources, turbo_arguments
 from hf_fsdpturbo.commands import recipe
-from hf_fsdpturbo.trainer.data_columns import refuse_columns
+from hf_fsdpturbo.trainer.data_columns import check_data, refuse_columns
 from hf_fsdpturbo.trainer.refusals import refuse_missing_packages
 
 ROOT = Path(__file__).parents[2]
@@ -118,9 +118,8 @@ SHAREGPT = {"conversations": [[{"from": "human", "value": "Hi"}, {"from": "gpt",
 
 def test_m7_columns_are_named():
     sft, dpo = FSDPTurboSFTTrainer, FSDPTurboDPOTrainer
-    alpaca = {"instruction": ["a"], "input": [""], "output": ["b"]}
-    says(lambda: look(sft, alpaca), "'instruction'", "Alpaca", "dataset_text_field", "dataset_formats", "'completion'")
-    says(lambda: look(sft, SHAREGPT), "ShareGPT", "human", "'assistant'", "dataset_formats")
+    alpaca = {"instruction": ["a"], "input": [""], "outptu": ["b"]}
+    says(lambda: look(sft, alpaca), "'outptu'", "dataset_text_field", "dataset_formats", "'completion'")
     says(lambda: look(dpo, {"prompt": ["a"], "good": ["b"]}), "'good'", "chosen", "rejected", "rename_column")
     for rows in (
         {"text": ["a"]},
@@ -131,12 +130,41 @@ def test_m7_columns_are_named():
     ):
         look(sft, rows)
     look(sft, alpaca, formatting_func=str)
-    stream = Dataset.from_dict(SHAREGPT).to_iterable_dataset()
-    says(lambda: look(sft, {"text": ["a"]}, eval_dataset=stream), "eval_dataset conversations", "ShareGPT")
     given: Any = {"train_dataset": Dataset.from_dict({"text": ["a"]})}
     refuse_columns(sft, given, SimpleNamespace())  # plain TrainingArguments
     look(dpo, {"chosen": ["a"], "rejected": ["b"], "x": [1]})
     says(lambda: look(sft, {"text": ["a"]}, eval_dataset={"test": Dataset.from_dict(alpaca)}), "eval_dataset 'test'")
+
+
+def settled(trainer: type, rows: dict[str, list[Any]], **more: Any) -> dict[str, Any]:
+    """The trainer's arguments after its data sets were looked at; a word for what was converted."""
+    given = {"train_dataset": Dataset.from_dict(rows), **more}
+    check_data(trainer, given, SimpleNamespace(dataset_text_field="text", dataset_kwargs=None))  # type: ignore[arg-type]
+    return given
+
+
+def test_foreign_rows_become_trls_in_the_trainer(caplog):
+    """Where TRL would fail or drop every row; what it trains on as it is stays the same object."""
+    sft, dpo = FSDPTurboSFTTrainer, FSDPTurboDPOTrainer
+    alpaca = {"instruction": ["Add."], "input": ["1 2"], "output": ["3"]}
+    stream = Dataset.from_dict(SHAREGPT).to_iterable_dataset()
+    given = settled(sft, alpaca, eval_dataset={"a": stream, "b": Dataset.from_dict({"text": ["c"]})})
+    user, answer = {"role": "user", "content": "Add.\n1 2"}, {"role": "assistant", "content": "3"}
+    assert list(given["train_dataset"]) == [{"prompt": [user], "completion": [answer]}]
+    assert [m["role"] for m in next(iter(given["eval_dataset"]["a"]))["messages"]] == ["user", "assistant"]
+    assert list(given["eval_dataset"]["b"]) == [{"text": "c"}]
+    assert [record.getMessage()[:20] for record in caplog.records] == ["train_dataset: rows ", "eval_dataset 'a': ro"]
+    pairs = settled(dpo, {"instruction": ["Add."], "chosen": ["3"], "rejected": ["4"]})["train_dataset"]
+    assert sorted(pairs.column_names) == ["chosen", "prompt", "rejected"]
+    for rows, more in (
+        ({**alpaca, "text": ["as it is"]}, {}),
+        (alpaca, {"formatting_func": str}),
+        ({**alpaca, "input_ids": [[1]]}, {}),
+        ({"conversations": [[{"from": "user", "value": "a"}]]}, {}),
+    ):
+        assert settled(sft, rows, **more)["train_dataset"].column_names == list(rows)
+    says(lambda: settled(sft, {**alpaca, "output": [None]}), "train_dataset", "row 0", "output holds None")
+    says(lambda: settled(sft, {"instruction": [], "output": []}), "train_dataset has no rows")
 
 
 def test_c11_formats_mixed():

@@ -125,3 +125,19 @@ def test_what_would_be_read_otherwise_than_written(tmp_path: Path, text: str, re
     with pytest.raises(ValueError, match=".") as caught:
         parser.parse_args_and_config(["--config", str(recipe), "--output_dir", str(tmp_path), "--use_cpu", "1", *rest])
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_data_that_cannot_be_read_is_named(tmp_path):
+    """By the argument; ``datasets`` says that "an error occurred", and of an empty file only StopIteration."""
+    import trl
+
+    from hf_fsdpturbo.commands.data_file import with_file
+    from hf_fsdpturbo.commands.recipe import named_splits
+
+    for content, words in ((b'{"text": "a', "JSON"), (b"", "rows.jsonl"), (b"1\n2\n", "rows.jsonl")):
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(content)
+        both = with_file(trl.ScriptArguments(dataset_name=str(path)), trl.DatasetMixtureConfig())
+        with pytest.raises(ValueError, match=words) as caught:
+            named_splits(str(path), *both, 7)
+        assert "dataset_name='" in str(caught.value)
