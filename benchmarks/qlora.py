@@ -40,22 +40,6 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def config_of(a: argparse.Namespace) -> Any:
-    from transformers import Qwen3MoeConfig
-
-    if a.tiny:
-        return Qwen3MoeConfig(
-            vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2,
-            norm_topk_prob=True, max_position_embeddings=1024,
-        )  # fmt: skip
-    return Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=a.layers,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, moe_intermediate_size=768, num_experts=128,
-        num_experts_per_tok=8, norm_topk_prob=True, max_position_embeddings=40960, rope_theta=1e6,
-    )  # fmt: skip
-
-
 def make_model(config: Any, device: str) -> Any:
     """Random bf16 weights on the device."""
     import torch
@@ -93,9 +77,10 @@ def make_trainer(a: argparse.Namespace, storage: str, targets: str, callback: An
     from peft import LoraConfig
     from transformers import BitsAndBytesConfig
 
+    from benchmarks.train_throughput import model_config
     from hf_fsdpturbo import FSDPTurboSFTConfig, FSDPTurboSFTTrainer
 
-    config, on_gpu = config_of(a), torch.cuda.is_available()
+    config, on_gpu = model_config(a), torch.cuda.is_available()
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if targets == "experts" else None
     lora = LoraConfig(
         r=a.rank, lora_alpha=2 * a.rank, lora_dropout=0.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -159,7 +144,7 @@ def run_one(a: argparse.Namespace, storage: str, targets: str) -> None:
     trainer.train()
     seconds = (meter.end - meter.start) / (a.steps - a.warmup)
     result = {
-        "storage": storage, "targets": targets, "layers": config_of(a).num_hidden_layers, "nested": a.nested,
+        "storage": storage, "targets": targets, "layers": trainer.model.config.num_hidden_layers, "nested": a.nested,
         "checkpointing": not a.no_checkpointing, "tokens_a_step": a.batch * a.sequence,
         "ms_step": round(seconds * 1e3, 1), "tokens_s": round(a.batch * a.sequence / seconds),
         "weights_gib": held and round(held, 2),

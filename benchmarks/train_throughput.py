@@ -52,7 +52,7 @@ def model_config(a):
     if a.tiny:
         return Qwen3MoeConfig(
             vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2,
+            num_key_value_heads=2, head_dim=16, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2,
             norm_topk_prob=True, max_position_embeddings=1024,
         )  # fmt: skip
     return Qwen3MoeConfig(

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,31 +10,16 @@ import pytest
 import yaml
 from safetensors import safe_open
 
+from tests.support import own_group
+
 ROOT = Path(__file__).parents[2]
 LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_ep2.yaml")
 STEPS = 4
 
 
-def run(*arguments: str, timeout: int = 200) -> str:
-    """Run Python in the repository root; the whole process group ends with it."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"{arguments} took more than {timeout} s:\n{output[-4000:]}")
-    assert process.returncode == 0, output[-6000:]
-    return output
+def run(*arguments: str) -> str:
+    """Run Python in the repository root."""
+    return own_group.run(ROOT, sys.executable, *arguments, path=ROOT, timeout=200)
 
 
 @pytest.fixture(scope="module")

@@ -3,50 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.adapter_runs import plain_adapter
+from tests.support.own_group import finish, run, start
 from tests.support.tiny_models import save_tiny, texts
 
 ROOT = Path(__file__).parents[2]
 BUILT_FROM = ("hf_fsdpturbo", "accelerate_configs", "recipes", "docs")
 FILES = ("pyproject.toml", "setup.py", "setup.cfg", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
-
-
-def start(folder: Path, *command: str, path: Path | None = None) -> subprocess.Popen[str]:
-    """Start a command in ``folder`` as the head of a process group."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path or "")}
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-
-
-def run(folder: Path, *command: str, path: Path | None = None, timeout: int = 150) -> str:
-    """Run a command in ``folder``; the whole process group ends with it. The output of both kinds."""
-    return finish(start(folder, *command, path=path), timeout)
-
-
-def finish(process: subprocess.Popen[str], timeout: int = 150) -> str:
-    """Wait for a started command. The output of both kinds."""
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"{process.args} took more than {timeout} s:\n{output[-4000:]}")
-    assert process.returncode == 0, output[-6000:]
-    return output
 
 
 @pytest.fixture(scope="module")
