@@ -52,9 +52,7 @@ def test_the_test_of_a_fault_is_there_and_has_its_number(fault: str):
     text = (TESTS / file).read_text(encoding="utf-8")
     (test,) = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.name == name)
     said = ast.get_source_segment(text, test) or ""
-    assert name.startswith(f"test_{fault.lower()}_") or re.search(rf"\b{fault}\b", said), (
-        f"{name} does not say {fault}"
-    )
+    assert name.startswith(f"test_{fault.lower()}_") or re.search(rf"\b{fault}\b", said), f"{name} does not say it"
 
 
 def test_m12_is_left_to_trl_and_noted():
