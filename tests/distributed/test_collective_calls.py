@@ -19,8 +19,8 @@ from tests.support.tiny_models import texts
 def save_in_every_way(trainer, folder: Path) -> dict[str, Any]:
     """C6: three folders that should hold the same tensors; what ``get_state_dict`` gave, and what each way raised."""
     trainer.save_model(str(folder / "save_model"))
-    seen: dict[str, Any] = {"state": None, "failed": {}}
-    accelerator = trainer.accelerator
+    seen: dict[str, Any] = {"state": None, "failed": {}, "said": []}
+    accelerator, file = trainer.accelerator, folder / f"rank{trainer.args.process_index}.json"
 
     def state_dict() -> None:
         state = accelerator.get_state_dict(trainer.model)
@@ -35,8 +35,11 @@ def save_in_every_way(trainer, folder: Path) -> dict[str, Any]:
         "state_dict": state_dict,
     }
     for name, way in ways.items():
+        seen["failed"][name] = "has not ended"
+        file.write_text(json.dumps(seen))
         try:
             way()
+            del seen["failed"][name]
         except Exception as error:  # noqa: BLE001  (the test says which way must not raise)
             seen["failed"][name] = f"{type(error).__name__}: {error}"
     return seen
@@ -51,8 +54,7 @@ def calls(run: Run, folder: Path) -> None:
     watcher.POLL, watcher.SITS, watcher.GOODBYE = 0.1, 1.0, 0.0
     trainer = build_trainer(run, turbo=True)
     rank = trainer.args.process_index
-    seen = {**save_in_every_way(trainer, folder), "said": []}
-    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+    seen = save_in_every_way(trainer, folder)
 
     def keep(error: ValueError) -> None:
         seen["said"].append(str(error))
