@@ -37,7 +37,9 @@ def outcomes(checkout: Path, file: str, classes: str, work: Path, select: str) -
     environment = {
         **os.environ,
         "PEERS_CLASSES": classes,
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1]), str(checkout)]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE), str(HERE.parents[1]), str(checkout), os.environ.get("PYTHONPATH", "")]
+        ),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
