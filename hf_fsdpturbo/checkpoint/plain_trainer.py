@@ -1,6 +1,6 @@
 """Checkpoints that plain Trainer (Transformers', TRL's, with accelerate) wrote: found, checked, their optimizer read.
 
-    model.safetensors or an index with its files (or pytorch_model.bin), or an adapter   weights, whole
+    model.safetensors or an index with its files (or pytorch_model.bin), or adapters   weights, whole
     optimizer.pt, optimizer.bin   a whole optimizer: states by the parameter's number, or by its name
     scheduler.pt  trainer_state.json
 
@@ -33,8 +33,12 @@ def _files(directory: str, names: tuple[str, ...]) -> list[str]:
 
 
 def has_weights(directory: str) -> bool:
-    """Whether weights or an adapter lie in a checkpoint as plain Trainer writes them."""
-    return bool(_files(directory, (SINGLE, INDEX, BINARY, BINARY_INDEX, *ADAPTERS)))
+    """Whether weights or adapters lie in a checkpoint as plain Trainer writes them."""
+    if _files(directory, (SINGLE, INDEX, BINARY, BINARY_INDEX, *ADAPTERS)):
+        return True
+    # PEFT writes an adapter that is not named "default" into a folder of its name.
+    below = os.scandir(directory) if os.path.isdir(directory) else ()
+    return any(_files(entry.path, ADAPTERS) for entry in below if entry.is_dir())
 
 
 def is_plain(directory: str) -> bool:

@@ -49,7 +49,8 @@ def newest_checkpoint(run_dir: str, each_node: bool = False) -> str:
     newest, notes = from_rank0(found)
     if newest is None:
         raise ValueError(
-            f"resume_from_checkpoint=True, but output_dir {run_dir} holds no finished checkpoint. {'. '.join(notes)}"
+            "resume_from_checkpoint=True: No valid checkpoint found in output directory "  # as Trainer says it
+            f"({run_dir}): none is finished. {'. '.join(notes)}"
         )
     return newest
 

@@ -32,7 +32,7 @@ def main() -> int:
                 if time.monotonic() - started > options.seconds:
                     continue
                 try:
-                    counts[f"{kind}: {getattr(chaos, kind)()}"] += 1
+                    counts.update(f"{kind}: {word}" for word in getattr(chaos, kind)())
                 except Exception:  # noqa: BLE001  (whatever went wrong is this attempt's)
                     faults += 1
                     counts[f"{kind}: FAULT"] += 1

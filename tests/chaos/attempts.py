@@ -1,4 +1,6 @@
-"""One attempt: two ranks train four steps and save each, something happens at a random moment, the folder is judged.
+"""An attempt: two ranks train four steps and save each, something happens at a random moment, the folder is judged.
+
+Several attempts that end no process share the life of one spawn, each in a folder of its own.
 
 What a checkpoint holds is read with torch's own reader and compared by hash with what an undisturbed run holds at that
 step: a checkpoint that was lost, mixed from two runs or cut short is seen whoever wrote its marks.
@@ -18,24 +20,33 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdpturbo.checkpoint import commit, intact
-from tests.support.reference_run import Run, build_trainer
+from tests.support.reference_run import Run, build_trainer, forget_accelerate
 from tests.support.spawn import RankError, run_ranks
 from tests.support.tiny_models import save_tiny, texts
 
 STEPS = 4
 ARGS = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 1}
 SECONDS = 120  # of one run, on a busy machine
+EACH = 20  # of each further one in the same spawn
+PAUSE = 0.1
+WHO = ("first", "second")
 
 
 @dataclass(frozen=True)
 class Blow:
-    """What happens to this rank's process: a signal so many seconds after training began; None: nothing."""
+    """What happens to a rank's process: a signal so many seconds after training or a step began; None: nothing."""
 
     signal: int | None = None
     delay: float = 0.0
     ranks: tuple[int, ...] = ()
     async_save: bool = False
-    pause: float = 0.0  # seconds before each step
+    pause: float = 0.0  # seconds in each step
+    step: int = 0  # the last one that had ended when it began; 0: training began
+    apart: float = 0.0  # seconds that rank 1 is later
+
+
+Job = tuple[Run, str, bool, Blow]
+"""Of one attempt: what is trained, into which folder, whether it resumes there, what happens."""
 
 
 def make_runs(folder: Path) -> dict[str, Run]:
@@ -45,12 +56,18 @@ def make_runs(folder: Path) -> dict[str, Run]:
     return {"first": run, "second": replace(run, data={"text": texts(16, seed=9)})}
 
 
+def train_all(jobs: list[Job]) -> list[dict[str, Any]]:
+    """Rank function: one job after another."""
+    return [train(*job) for job in jobs]
+
+
 def train(run: Run, output_dir: str, resume: bool, blow: Blow) -> dict[str, Any]:
     """Rank function: steps at which a save had ended, in a file too; the seconds that training took."""
     from transformers import TrainerCallback
 
     from hf_fsdpturbo import watcher
 
+    forget_accelerate()
     watcher.POLL = 0.05
     rank, started, timers = int(os.environ["RANK"]), time.monotonic(), []
 
@@ -58,16 +75,22 @@ def train(run: Run, output_dir: str, resume: bool, blow: Blow) -> dict[str, Any]
         def on_train_begin(self, args, state, control, **kwargs):
             nonlocal started
             started = time.monotonic()
-            if blow.signal is not None and rank in blow.ranks:
-                timers.append(threading.Timer(blow.delay, os.kill, (os.getpid(), blow.signal)))
+            self.strike(state.global_step)
+
+        def strike(self, step):
+            if blow.signal is not None and rank in blow.ranks and step == blow.step and not timers:
+                delay = blow.delay + blow.apart * rank
+                timers.append(threading.Timer(delay, os.kill, (os.getpid(), blow.signal)))
                 timers[0].start()
 
         def on_step_begin(self, args, state, control, **kwargs):
+            self.strike(state.global_step)
             time.sleep(blow.pause)
 
         def on_train_end(self, args, state, control, **kwargs):
             for timer in timers:
                 timer.cancel()
+                timer.join()  # one that has begun to strike does so while the handler is ours
 
         def on_save(self, args, state, control, **kwargs):
             if rank == 0:
@@ -79,6 +102,25 @@ def train(run: Run, output_dir: str, resume: bool, blow: Blow) -> dict[str, Any]
     trainer.callback_handler.callbacks.insert(0, Notes())  # before what puts the handler of SIGTERM back
     trainer.train(resume_from_checkpoint=resume or None)
     return {"step": trainer.state.global_step, "seconds": time.monotonic() - started}
+
+
+def meet_all(run: Run, who: str, jobs: list[tuple[str, float]]) -> list[str]:
+    """Rank function of one of two runs: both come to each folder, wait, and train after their delays."""
+    words = []
+    for output_dir, delay in jobs:
+        Path(f"{output_dir}.{who}{os.environ['RANK']}").touch()
+        others = [Path(f"{output_dir}.{each}{rank}") for each in WHO for rank in range(2)]
+        while not all(other.exists() for other in others):
+            time.sleep(0.005)
+        time.sleep(delay)
+        try:
+            train(run, output_dir, False, Blow())
+            words.append("went on")
+        except ValueError as error:
+            if "is written by another run" not in str(error):
+                raise
+            words.append("refused")
+    return words
 
 
 def digest(checkpoint: Path) -> str:
@@ -129,10 +171,9 @@ class Chaos:
         self.folder, self.draw, self.number = folder, random.Random(seed), 0
         self.runs = make_runs(folder)
         self.right: dict[str, dict[int, str]] = {}
-        self.seconds = 0.0
-        for name, run in self.runs.items():
-            result = run_ranks(train, 2, run, str(folder / name), False, Blow(), timeout=SECONDS)
-            self.seconds = max(self.seconds, result[0]["seconds"])
+        jobs: list[Job] = [(run, str(folder / name), False, Blow()) for name, run in self.runs.items()]
+        self.seconds = max(each["seconds"] for each in run_ranks(train_all, 2, jobs, timeout=2 * SECONDS)[0])
+        for name in self.runs:
             self.right[name] = {step: digest(path) for step, path in finished(folder / name).items()}
             assert list(self.right[name]) == list(range(1, STEPS + 1))
 
@@ -157,14 +198,19 @@ class Chaos:
         assert not lost, f"checkpoints {sorted(lost)} were saved and are gone"
         return found
 
-    def _resume(self, place: Path, found: dict[int, Path]) -> None:
-        if not found or max(found) == STEPS:
-            return  # Trainer would take a step beyond the last
-        result = run_ranks(train, 2, self.runs["first"], str(place), True, Blow(), timeout=SECONDS)
-        assert result[0]["step"] == STEPS, result
-        assert digest(finished(place)[STEPS]) == self.right["first"][STEPS], "resumed as another run"
+    def _resume(self, found_in: dict[Path, dict[int, Path]]) -> None:
+        """Each folder's run goes on from its newest checkpoint (``found_in``: by step) to the same end."""
+        # from the last step Trainer would take one beyond it
+        places = [place for place, found in found_in.items() if found and max(found) < STEPS]
+        if not places:
+            return
+        jobs = [(self.runs["first"], str(place), True, Blow()) for place in places]
+        results = run_ranks(train_all, 2, jobs, timeout=SECONDS + EACH * len(jobs))[0]
+        assert [result["step"] for result in results] == [STEPS] * len(jobs), results
+        for place in places:
+            assert digest(finished(place)[STEPS]) == self.right["first"][STEPS], "resumed as another run"
 
-    def killed(self) -> str:
+    def killed(self) -> list[str]:
         """One rank or both, by a signal that no process sees."""
         ranks = self.draw.choice([(0,), (1,), (0, 1)])
         blow = Blow(signal.SIGKILL, self._moment(), ranks, async_save=self.draw.random() < 0.5)
@@ -177,49 +223,58 @@ class Chaos:
                 raise
             word = "killed"
         found = self._judge(place, late=int(blow.async_save))
-        self._resume(place, found)
+        self._resume({place: found})
         if word == "killed":
             word += ", resumed" if found else ", before the first save"
-        return word
+        return [word]
 
-    def signalled(self) -> str:
-        """SIGTERM on one rank or both: they agree on a step, save it and end without an error."""
-        ranks = self.draw.choice([(0,), (1,), (0, 1)])
+    def signalled(self, attempts: int = 1, resumed: int = 1) -> list[str]:
+        """SIGTERM on one rank or both: they agree on a step, save it and end without an error.
+
+        Args:
+            attempts: in the life of one spawn.
+            resumed: how many of those that stopped early go on.
+        """
         run = replace(self.runs["first"], args={**ARGS, "save_steps": STEPS, "enable_jit_checkpoint": True})
-        delay = self.draw.uniform(0, 1.5)
-        place, blow = self._place(), Blow(signal.SIGTERM, delay, ranks, pause=0.3)
-        results = run_ranks(train, 2, run, str(place), False, blow, timeout=SECONDS)
-        assert results[0]["step"] == results[1]["step"], results
-        found = self._judge(place)
-        stopped = results[0]["step"] < STEPS
-        assert max(found, default=0) == results[0]["step"], (found, results)
-        self._resume(place, found)
-        return "saved and resumed" if stopped else "ended before it"
+        jobs: list[Job] = []
+        for _ in range(attempts):
+            ranks = self.draw.choice([(0,), (1,), (0, 1)])
+            step, delay, apart = self.draw.randrange(STEPS), self.draw.uniform(0, 2 * PAUSE), self.draw.random() / 10
+            blow = Blow(signal.SIGTERM, delay, ranks, pause=PAUSE, step=step, apart=apart)
+            jobs.append((run, str(self._place()), False, blow))
+        words, stopped = [], {}
+        for job, *results in zip(
+            jobs, *run_ranks(train_all, 2, jobs, timeout=SECONDS + EACH * len(jobs)), strict=True
+        ):
+            assert results[0]["step"] == results[1]["step"], (job, results)
+            found = self._judge(Path(job[1]))
+            assert max(found, default=0) == results[0]["step"], (job, found, results)
+            if results[0]["step"] < STEPS:
+                stopped[Path(job[1])] = found
+            words.append("saved and stopped" if results[0]["step"] < STEPS else "in or after the last step")
+        self._resume(dict(list(stopped.items())[:resumed]))
+        return words
 
-    def twice(self) -> str:
-        """A second run, on other texts, is started into the same folder while the first one trains."""
-        place, wait = self._place(), self._moment()
+    def twice(self, attempts: int = 1) -> list[str]:
+        """Two runs, on other texts, are started into the same folder, each after a delay of its own.
 
-        def later() -> str:
-            time.sleep(wait)
-            try:
-                run_ranks(train, 2, self.runs["second"], str(place), False, Blow(), timeout=SECONDS)
-            except RankError as error:
-                if "is written by another run" not in error.text:
-                    raise
-                return "refused"
-            return "went on"
+        Args:
+            attempts: in the life of the same two spawns.
+        """
+        places = [self._place() for _ in range(attempts)]
+        delays = {who: [self.draw.choice([0.0, self._moment()]) for _ in places] for who in WHO}
 
-        with ThreadPoolExecutor(1) as pool:
-            second = pool.submit(later)
-            first = "went on"
-            try:
-                run_ranks(train, 2, self.runs["first"], str(place), False, Blow(), timeout=SECONDS)
-            except RankError as error:
-                if "is written by another run" not in error.text:
-                    raise
-                first = "refused"
-            word = f"first {first}, second {second.result()}"
-        assert word != "first refused, second refused"
-        assert list(self._judge(place)) == list(range(1, STEPS + 1))
-        return word
+        def start(who: str) -> list[list[str]]:
+            jobs = list(zip(map(str, places), delays[who], strict=True))
+            return run_ranks(meet_all, 2, self.runs[who], who, jobs, timeout=SECONDS + EACH * len(jobs))
+
+        with ThreadPoolExecutor(len(WHO)) as pool:
+            outcomes = dict(zip(WHO, pool.map(start, WHO), strict=True))
+        words = []
+        for number, place in enumerate(places):
+            seen = {who: [rank[number] for rank in outcomes[who]] for who in WHO}
+            assert all(len(set(ranks)) == 1 for ranks in seen.values()), seen
+            words.append(", ".join(f"{who} {ranks[0]}" for who, ranks in seen.items()))
+            assert "went on" in words[-1], seen
+            assert list(self._judge(place)) == list(range(1, STEPS + 1))
+        return words

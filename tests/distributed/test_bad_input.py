@@ -357,6 +357,7 @@ def said(models) -> list[dict[str, tuple[str, str]]]:
 
 @pytest.mark.parametrize("case", OF_TRAINERS)
 def test_refused_by_trainers(said, case: str):
+    """M10 and S12 among them."""
     for rank in said:
         kind, message = rank[case]
         assert kind == ("CheckpointError" if case == "m10_push_offline" else "ValueError"), (kind, message)

@@ -73,6 +73,7 @@ def all_of_them(stops: Run, samples: Run, folder: Path) -> dict[str, Any]:
 
 
 def test_callbacks_are_right_or_refused(tiny, tmp_path):
+    """C7 (``refused``: before training, on every rank) and C8."""
     data, held_out = {"text": texts(32, seed=3)}, {"text": texts(8, seed=5)}
     evaluates = {"eval_strategy": "steps", "eval_steps": 1}
     stops = Run(

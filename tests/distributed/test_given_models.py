@@ -155,6 +155,7 @@ def given_optimizers(path: str) -> dict[str, tuple[str, str]]:
 
 
 def test_an_optimizer_of_unsharded_parameters_is_refused(tiny):
+    """S4 (``groups``): parameters of the model object that was given train nothing."""
     for rank in run_ranks(given_optimizers, 2, tiny("qwen3_moe")):
         assert rank.pop("none")[0] == ""
         kind, message = rank.pop("groups")

@@ -127,7 +127,7 @@ METRICS = {"compute_metrics": count_tokens, "preprocess_logits_for_metrics": bes
     ("world", "turbo"), [(2, {"ep_size": 2}), (4, {"cp_size": 2, "ep_size": 2})], ids=["ep2", "cp2 ep2"]
 )
 def test_evaluation_loss_equals_one_process(tiny, world, turbo):
-    """The tokens of all ranks weigh alike, as in one process with batches as large as those of all ranks together.
+    """S5, S6: tokens of all ranks weigh alike, as in one process with batches as large as those of all ranks together.
 
     TRL's own evaluation takes the mean of the ranks' means, which changes with their number.
     """

@@ -40,6 +40,16 @@ def dense() -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=384, **sizes))
 
 
+def adapted() -> Any:
+    """Two adapters of their own names: PEFT writes each into a folder."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"])
+    model = get_peft_model(dense(), config, "one")
+    model.add_adapter("two", config)
+    return model
+
+
 def outcome(trainer: Any, resume: str | None = None) -> dict[str, Any]:
     trainer.train(resume_from_checkpoint=resume)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
@@ -90,6 +100,8 @@ def doors(turbo: bool, moe: str, folder: str) -> dict[str, Any]:
     sft("prompt tuning resumed", dense(), f"{folder}/prompt tuning/checkpoint-2", adapter=prompt)
     sft("stacked experts", moe)
     sft("stacked experts resumed", moe, f"{folder}/stacked experts/checkpoint-2")
+    sft("two adapters", adapted())
+    sft("two adapters resumed", adapted(), f"{folder}/two adapters/checkpoint-2")
     os.chdir(folder)
     forget_accelerate()
     found["no args"] = trainer_class(Line(), train_dataset=points()).args.output_dir
@@ -107,6 +119,7 @@ def both(tiny, tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
 
 DOORS = ["plain module", "plain module resumed", "model_init", "auto_find_batch_size", "use_reentrant", "SFTConfig"]
 DOORS += ["torch_compile", "stacked experts", "prompt tuning", "prompt tuning resumed"]
+DOORS += ["two adapters", "two adapters resumed"]
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -83,6 +83,7 @@ def _train_save_resume(source: str, folder: str, more: dict) -> None:
 
 @pytest.mark.parametrize("family", EXTRA)
 def test_carried_through_training_checkpoints_and_resume(family, tmp_path):
+    """S9."""
     source = release(family, tmp_path / "source")
     said = run_ranks(train_save_resume, 2, source, str(tmp_path), {"ep_size": 2}, timeout=100)
     listed = [line for text in said for line in text.splitlines() if "are not used by" in line]

@@ -1,6 +1,7 @@
 """A pytest plugin for other people's tests: our trainer classes under their names, everything on the CPU.
 
 PEERS_CLASSES=ours python -m pytest -p peers_plugin .../trl/tests/test_sft_trainer.py
+PEERS_CLASSES=ours python -m pytest -p peers_plugin .../transformers/tests/trainer/test_trainer.py
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 from typing import Any
 
 OF_OTHER_RELEASES = {
+    "transformers": ("GlueDataset", "GlueDataTrainingArguments", "DataCollatorForWholeWordMask"),
     "trl.import_utils": ("is_joblib_available",),
     "trl.trainer.sft_trainer": ("_chunked_cross_entropy_loss", "_patch_chunked_ce_lm_head", "dft_loss"),
 }
@@ -23,7 +25,7 @@ def pytest_configure(config: Any) -> None:
     for module, names in OF_OTHER_RELEASES.items():
         asked = importlib.import_module(module)
         for name in names:
-            if name not in vars(asked):
+            if not hasattr(asked, name):
                 setattr(asked, name, lambda: False)
     own = transformers.TrainingArguments.__post_init__
 

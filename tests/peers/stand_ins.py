@@ -1,4 +1,4 @@
-"""Stand-ins for the models and data sets that TRL's tests load from the Hub: folders of the same names.
+"""Stand-ins for the models and data sets that peers' tests load from the Hub: folders of the same names.
 
 The tests run with their parent folder as the working directory, where ``from_pretrained`` and ``load_dataset`` take a
 Hub id for a relative path.
@@ -35,6 +35,12 @@ DENSE = {
     "tiny-GPTNeoXForCausalLM": "GPTNeoX",
 }
 EXPERTS = {"tiny-Qwen3MoeForCausalLM": "qwen3_moe", "tiny-GptOssForCausalLM": "gpt_oss"}
+OF_TRANSFORMERS = {
+    "hf-internal-testing/tiny-random-LlamaForCausalLM": "LlamaForCausalLM",
+    "openai-community/gpt2": "GPT2LMHeadModel",
+    "bert-base-cased": "BertForSequenceClassification",
+}
+"""What Transformers' trainer tests load, by the class that is saved there."""
 CHATML = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>\n' }}"
@@ -64,6 +70,9 @@ def make(folder: Path) -> None:
     classifier = transformers.Qwen2ForSequenceClassification(transformers.Qwen2Config(**SIZES, num_labels=1))
     _save(classifier, tokenizer, folder / OWNER / "tiny-Qwen2ForSequenceClassification-2.5")
     _zen(folder / OWNER / "zen")
+    for name, kind in OF_TRANSFORMERS.items():
+        model_class = getattr(transformers, kind)
+        _save(model_class(model_class.config_class(**SIZES)), tokenizer, folder / name)
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:

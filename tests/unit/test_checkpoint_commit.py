@@ -233,7 +233,7 @@ def test_rank_0_that_leaves_does_not_wait_for_one_that_is_gone(tmp_path, monkeyp
 
 
 def test_true_from_a_command_line_means_the_newest(monkeypatch):
-    """``--resume_from_checkpoint true`` arrives as text."""
+    """M4: ``--resume_from_checkpoint true`` arrives as text."""
     from types import SimpleNamespace
 
     from hf_fsdpturbo import FSDPTurboTrainerMixin

@@ -165,6 +165,7 @@ def copy_of(value):
 
 @pytest.mark.parametrize("where", ["storage_data", "planner_data", "state_dict_metadata"])
 def test_a_pickle_runs_no_code(tmp_path, shards, where):
+    """S13."""
     index = pickle.loads((shards / ".metadata").read_bytes())
     setattr(index, where, {**getattr(index, where), "model.weight": Marks(str(tmp_path / "mark"))})
     with pytest.raises(ValueError, match=r"\.metadata cannot be read \(it names posix\.mkdir"):

@@ -88,7 +88,7 @@ def test_sft_recipe_takes_a_json_file_and_a_folder(tmp_path: Path):
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_all_ranks_draw_one_split(path: Path, tmp_path: Path):
-    """`test_split_size` is drawn from the process's random state, which differs from rank to rank."""
+    """S7: `test_split_size` is drawn from the process's random state, which differs from rank to rank."""
     import numpy
 
     script = load_script(path)
