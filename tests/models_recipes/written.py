@@ -77,11 +77,18 @@ def text_of(shape: ModelShape, recipe: str, kind: Kind, name: str, chosen: Candi
     memory = recipe.rpartition("x")[2]
     lines = [f"# {HUB[name]}: {words} on {sizes.world_size} devices of {memory} GiB{over}; {figure} GiB a rank."]
     if name in QUANTISED:
-        lines.append(f"# The release is {QUANTISED[name]}: it needs an hf_fsdpturbo that takes that, or a plain copy.")
+        lines.append(f"# The release is {QUANTISED[name]}: {becomes(QUANTISED[name], run.lora_r)}.")
     if run.storage == "bfloat16" and not run.lora_r:
         lines.append("# Stored in bfloat16, since float32 does not fit: updates far below a weight's size are lost.")
     lines.append(f"# hf-fsdpturbo {kind.command} --config {recipe} --dataset_name ...")
     return "\n".join([*lines, yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)])
+
+
+def becomes(method: str, lora_r: int) -> str:
+    """What a run makes of a packed release, in words."""
+    if method == "MXFP4" and lora_r:
+        return "beside an adapter its experts stay packed, which takes less than is planned here"
+    return "it is dequantised while it loads"
 
 
 def write_all() -> str:

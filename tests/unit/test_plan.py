@@ -271,6 +271,25 @@ def test_blocks_of_bits_and_the_host():
     assert "8bit" in unsupported._UNPROVEN_OPTIMIZERS, "it is taken now: printed.py says that it is refused"
 
 
+def test_frozen_weights_are_counted_as_a_rank_holds_them(capsys):
+    """gpt-oss-20b: 24 layers of 32 experts with 3 x 2880 x 2880 weights: 2 bytes each in bf16, 17/32 as released."""
+    shape, sizes = shape_of("gpt-oss-20b", "bfloat16"), Topology.resolve(8, ep_size=8)
+    full, kept, nf4 = (PlannedRun(sizes, lora_r=8, frozen=way) for way in ("full", "mxfp4", "nf4"))
+    experts = 24 * 32 // 8 * 3 * 2880**2
+    assert held(shape, full).weights - held(shape, kept).weights == experts * 2 - experts * 17 // 32
+    dense = held(shape, full).weights - held(shape, nf4).weights - (experts * 2 - experts * 9 // 16)
+    attention = 24 * (2 * 2880 * 64 * 64 + 2 * 2880 * 8 * 64)
+    assert dense == pytest.approx(attention * (2 - 9 / 16) / 8, rel=1e-3)
+    assert highest(shape, kept).total < highest(shape, full).total
+    for wrong, said in (({}, "lora"), ({"lora_r": 8, "offload": True}, "frozen=nf4")):
+        with pytest.raises(ValueError, match=said):
+            PlannedRun(sizes, frozen="nf4", **wrong)
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "qwen3-30b-a3b", "--devices", "8", "--lora_r", "8", "--frozen", "mxfp4"])
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "frozen=mxfp4 is of a release in MXFP4" in error
+
+
 def test_search_ranks_what_fits_and_prints_a_config_that_parses(tmp_path, capsys):
     assert cli.main(["plan", "qwen3-30b-a3b", "--devices", "16", "--memory", "40", "--search", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
