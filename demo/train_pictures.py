@@ -3,7 +3,7 @@
     accelerate launch --config_file accelerate_configs/cpu_ep2.yaml demo/train_pictures.py outputs/demo_vl [steps]
 
 A script of its own, since `AutoProcessor` finds the demo's processor only where it has been registered; a released
-model with torchvision installed takes `recipes/sft.py` (recipes/vlm_sft.yaml).
+model with torchvision installed takes `recipes/sft.py` (recipes/sft_vlm.yaml).
 """
 
 import sys

@@ -28,3 +28,9 @@ def model_recipes() -> dict[str, Path]:
     """The ready recipes of released models by name (``qwen3-30b-a3b/sft_8x80``), in order of name."""
     folder = root() / RECIPES / "models"
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.glob("*/*.yaml"))}
+
+
+def recipes() -> dict[str, Path]:
+    """What ``--config`` takes by name: the ready recipes, and those of no one size (``sft_vlm``)."""
+    others = (path for path in sorted((root() / RECIPES).glob("*.yaml")) if not path.stem.startswith("demo_"))
+    return {path.stem: path for path in others} | model_recipes()

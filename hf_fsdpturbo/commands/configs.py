@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_fsdpturbo import shipped as files
 from hf_fsdpturbo.launch_config.early_check import read_early
 from hf_fsdpturbo.one_line import OneLineParser, refuse
-from hf_fsdpturbo.shipped import LAUNCH_FILES, PAGES, RECIPES, launch_files, model_recipes, root
+from hf_fsdpturbo.shipped import LAUNCH_FILES, PAGES, RECIPES, launch_files, root
 
 PROG = "hf-fsdpturbo configs"
 
@@ -18,10 +19,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("name", nargs="?", metavar="NAME", help="print this one (default: list all)")
     parser.add_argument("--out", type=Path, metavar="PATH", help="copy to this file or folder")
     options = parser.parse_args(list(argv))
-    shipped, recipes = launch_files(), model_recipes()
+    shipped, recipes = launch_files(), files.recipes()
     both = shipped | recipes
     if options.name is not None and options.name not in both:
-        models = ", ".join(sorted({f"{name.partition('/')[0]}/..." for name in recipes}))
+        models = ", ".join(sorted({f"{name.partition('/')[0]}/..." if "/" in name else name for name in recipes}))
         refuse(PROG, f"argument NAME: {options.name!r} is not shipped; there are {', '.join(shipped)}, {models}")
     chosen = shipped if options.name is None else {options.name: both[options.name]}
     if options.out is not None:
@@ -51,13 +52,13 @@ def listing(shipped: dict[str, Path]) -> str:
 
 
 def recipe_lines(recipes: dict[str, Path]) -> list[str]:
-    """One line a model: the names of its recipes."""
-    models = dict.fromkeys(name.partition("/")[0] for name in recipes)
+    """One line a model: the names of its recipes; and one of the others."""
+    models = dict.fromkeys(name.partition("/")[0] for name in recipes if "/" in name)
     lines = ["", "Recipes (hf-fsdpturbo sft | dpo --config MODEL/RECIPE; RECIPE is KIND_DEVICESxGIB):"]
     for model in models:
         own = [name.partition("/")[2] for name in recipes if name.startswith(f"{model}/")]
         lines.append(f"{model}/  {' '.join(own)}")
-    return lines
+    return [*lines, "others (--config NAME)  " + " ".join(name for name in recipes if "/" not in name)]
 
 
 def copy(chosen: dict[str, Path], out: Path, to_folder: bool) -> list[Path]:

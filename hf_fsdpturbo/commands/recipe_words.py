@@ -13,7 +13,7 @@ from hf_fsdpturbo.commands.data_file import FORMATS
 from hf_fsdpturbo.commands.known_names import unknown_names
 from hf_fsdpturbo.hub_names import is_cached, is_path, offline
 from hf_fsdpturbo.launch_config import YAML_PREFIX
-from hf_fsdpturbo.shipped import model_recipes
+from hf_fsdpturbo.shipped import recipes
 
 RECIPES = {
     "sft": "hf_fsdpturbo.commands.sft",
@@ -35,7 +35,7 @@ def with_shipped_recipe(name: str, words: Sequence[str]) -> tuple[list[str], int
         ValueError: it is another command's recipe.
     """
     given = _value(words, "config")
-    path = None if given is None or Path(given).is_file() else model_recipes().get(given)
+    path = None if given is None or Path(given).is_file() else recipes().get(given)
     if given is None or path is None:
         return list(words), None
     kind, _, devices = path.stem.partition("_")
@@ -43,7 +43,7 @@ def with_shipped_recipe(name: str, words: Sequence[str]) -> tuple[list[str], int
     if command != name:
         raise ValueError(f"--config: {given} is a recipe of {command}. Use hf-fsdpturbo {command}.")
     found = [str(path) if word == given else word.replace(f"--config={given}", f"--config={path}") for word in words]
-    return found, int(devices.partition("x")[0])
+    return found, int(devices.partition("x")[0]) if "/" in given else None
 
 
 def read_recipe(words: Sequence[str]) -> dict[str, Any]:

@@ -208,7 +208,7 @@ def recipe_of_pictures(model: str, folder: str) -> list[float]:
     """Rank function: two steps of the shipped recipe, by its own command, on a folder of pictures."""
     import tests.support.tiny_pictures  # noqa: F401  (registers the processor)
 
-    words = ["--config", str(root() / RECIPES / "vlm_sft.yaml"), "--model_name_or_path", model, "--ep_size", "2"]
+    words = ["--config", str(root() / RECIPES / "sft_vlm.yaml"), "--model_name_or_path", model, "--ep_size", "2"]
     words += ["--dataset_name", folder, "--output_dir", f"{model}_out", "--max_steps", "2", "--use_cpu", "true"]
     words += ["--gradient_accumulation_steps", "1", "--logging_steps", "1", "--save_strategy", "no"]
     return train_recipe(words, "sft")

@@ -202,7 +202,13 @@ def test_a_shipped_recipe_by_name(unparsed, capsys):
     assert cli.main(["configs", RECIPE]) == 0
     assert "planned" in capsys.readouterr().out
     assert cli.main(["configs"]) == 0
-    assert "qwen3-30b-a3b/  dpo_16x141" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "qwen3-30b-a3b/  dpo_16x141" in listed
+    assert "sft_vlm" in listed
+    assert recipe_words.with_shipped_recipe("sft", ["--config", "sft_vlm"]) == (
+        ["--config", str(shipped.recipes()["sft_vlm"])],
+        None,
+    )
 
 
 def in_words(value: object) -> list[str]:
@@ -215,12 +221,12 @@ def test_shipped_recipes_parse_strictly():
     """Every one by the parser that the ranks use; its ``dist_config`` too; a key nobody knows is an error."""
     from hf_fsdpturbo.arguments.params import FSDPTurboParams
 
-    recipes = shipped.model_recipes()
-    assert len(recipes) == 81
+    recipes = shipped.recipes()
+    assert len(recipes) == 81 + 1  # and sft_vlm
     parsers = {name: recipe_words.recipe_parser(name) for name in ("sft", "dpo")}
     for name, path in recipes.items():
         recipe = recipe_words.read_recipe(["--config", str(path)])
-        FSDPTurboParams(**recipe["dist_config"])
+        FSDPTurboParams(**recipe.get("dist_config", {}))
         words = [word for key, value in recipe.items() for word in (f"--{key}", *in_words(value))]
         parser = parsers["dpo" if path.stem.startswith("dpo") else "sft"]
         parser.error = recipe_words._raise
