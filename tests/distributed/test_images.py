@@ -26,6 +26,7 @@ EP2 = {"ep_size": 2}
 IN_ORDER = {"train_sampling_strategy": "sequential", "max_length": None, "weight_decay": 0.1}
 ACCUMULATE = {"gradient_accumulation_steps": 2}
 RECOMPUTE = {"gradient_checkpointing": True}
+ROW_BY_ROW = {"per_device_train_batch_size": 1}  # losses are of a micro-batch, whose rows stay the same on four ranks
 # Two rows a micro-batch, ranks by turns: step by step, micro-batch by micro-batch, rank by rank.
 ALL, RANK0, RANK1, NONE = [1, 2, 0, 1], [2, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]
 MIXED = [*ALL, *ALL, *NONE, *RANK1, *NONE, *NONE]
@@ -96,7 +97,7 @@ RUNS: dict[str, tuple[list[int], dict, dict]] = {
     "dpo": (TURNS, {}, {"trainer": "dpo"}),
     "frozen_later": (TURNS, {}, {"before_train": freeze_later}),
     "tower_rate": (TURNS, {"lr_scheduler_type": "linear"}, {"before_train": own_tower_rate}),
-    "resumed": ([*NONE, *RANK0, *RANK1], {"save_strategy": "steps", "save_steps": 1}, {}),
+    "resumed": ([*NONE, *RANK0, *RANK1], {"save_strategy": "steps", "save_steps": 1, **ROW_BY_ROW, **ACCUMULATE}, {}),
 }
 
 
@@ -180,9 +181,9 @@ def test_saved_with_its_processor_and_resumed(outcome: dict):
 
 
 def resume_elsewhere(run: Run, step: int) -> dict[str, Any]:
-    """Rank function, four ranks of one row a micro-batch: go on from a checkpoint of two ranks."""
+    """Rank function: four ranks go on from a checkpoint of two, which took twice as many micro-batches a step."""
     folder = Path(run.args["output_dir"])
-    args = {**run.args, "per_device_train_batch_size": 1, "output_dir": f"{folder}_at_{step}"}
+    args = {**run.args, "output_dir": f"{folder}_at_{step}"}
     trainer = build_trainer(replace(run, args=args, gradients=False), turbo=True)
     trainer.train(resume_from_checkpoint=f"{folder}_kept/checkpoint-{step}")
     return whole_parameters(trainer.model)
@@ -195,7 +196,7 @@ def test_resumed_at_another_layout(outcome: dict, turbo: dict, step: int):
     """The first checkpoint knows no moments of the tower, the second does; images come after both."""
     record, _, _ = outcome["resumed"]
     folder = Path(record.extra["after"]["saved"]).parent
-    args = {**IN_ORDER, "output_dir": str(folder)}
+    args = {**IN_ORDER, **ROW_BY_ROW, "output_dir": str(folder)}
     run = Run(str(folder.parent / "model"), str(folder.parent / "resumed"), args, turbo, with_images=True)
     weights = run_ranks(resume_elsewhere, 4, run, step, timeout=60)[0]
     off = {name: distance(tensor, record.weights[name]) for name, tensor in weights.items()}
