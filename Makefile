@@ -10,7 +10,7 @@
 # make peers  TRL's or Transformers' own trainer tests with our classes: PEERS=folder of a checkout, not copied here
 # make fuzz   5,000 bad inputs from a seed, on two ranks and in one process (make test: 160)
 # make chaos  100 runs killed, 100 signalled, 100 started twice, at random moments: CHAOS="--each 10" (make test: 10)
-# make matrix the five published layouts on 16 and 8 CPU processes, 100 steps each (make test: 10)
+# make matrix the five published layouts on 16 and 8 CPU processes, 100 steps each (make test: 6)
 #
 # Each target makes .venv and installs into it when needed; an existing .venv is used as it is.
 #   PYTHON=python3.12      the interpreter that makes .venv (3.11 or newer)

@@ -17,7 +17,7 @@ import yaml
 from tests.support.reference_run import Run, sharded_and_reference
 from tests.support.tiny_models import texts
 
-STEPS = int(os.environ.get("MATRIX_STEPS", "10"))
+STEPS = int(os.environ.get("MATRIX_STEPS", "6"))
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
 PREFIX = "fsdp_turbo_"
 LOSS, NORM = 1e-5, 1e-3

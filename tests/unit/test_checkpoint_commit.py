@@ -201,6 +201,7 @@ def test_a_failing_rank_asks_nobody_about_a_background_save(monkeypatch):
             self.callback_handler = SimpleNamespace(callbacks=[])
             self._hang, self._set_up = SimpleNamespace(end=lambda: None), SimpleNamespace(peak=Mock())
             self._saving = saving.Saving(self, SimpleNamespace(checkpoint_format=None, verify_checkpoint=True))
+            self._frozen_base = SimpleNamespace(check=lambda: None)
 
     waited = []
     trainer = Trainer()
@@ -249,6 +250,7 @@ def test_true_from_a_command_line_means_the_newest(monkeypatch):
             self.callback_handler = SimpleNamespace(callbacks=[])
             self._hang, self._set_up = SimpleNamespace(end=lambda: None), SimpleNamespace(peak=Mock())
             self._saving = saving.Saving(self, SimpleNamespace(checkpoint_format=None, verify_checkpoint=True))
+            self._frozen_base = SimpleNamespace(check=lambda: None)
             self.args = SimpleNamespace(
                 save_on_each_node=False, push_to_hub=False, output_dir="run", save_strategy="no"
             )

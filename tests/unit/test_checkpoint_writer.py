@@ -31,6 +31,7 @@ class Trainer(FSDPTurboTrainerMixin, Loop):
             save_strategy="steps", save_on_each_node=False, push_to_hub=False, output_dir=str(folder)
         )
         self._saving = saving.Saving(self, SimpleNamespace(checkpoint_format=None, verify_checkpoint=True))
+        self._frozen_base = SimpleNamespace(check=lambda: None)
         self._hang = SimpleNamespace(end=lambda: None)
         self._set_up = SimpleNamespace(peak=SimpleNamespace(say_measured=lambda: None))
 
