@@ -17,12 +17,16 @@ _NUMBERS = ("epoch", "total_flos", "best_metric", "logging_steps", "eval_steps",
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def check_state(directory: str) -> None:
+def check_state(directory: str, args: Any) -> None:
     """Compare the file with what Transformers makes of it and with the checkpoint it lies in; none there is no fault.
 
+    Args:
+        directory: the checkpoint's.
+        args: training arguments of the run that goes on.
+
     Raises:
-        ValueError: a field that is unknown or of a wrong kind, or another step than the checkpoint's; names file and
-            field.
+        ValueError: a field that is unknown or of a wrong kind, another step than the checkpoint's, or a number of
+            steps that this run would divide by; names file and field.
     """
     from transformers import TrainerState
 
@@ -47,6 +51,13 @@ def check_state(directory: str) -> None:
         raise ValueError(f"{path}: global_step={cut(step)}, but the checkpoint is of step {told}. {again}")
     if 0 < most < step:
         raise ValueError(f"{path}: global_step={cut(step)} is more than max_steps={cut(most)}. {again}")
+    for kind in ("logging", "eval", "save"):
+        name, strategy = f"{kind}_steps", f"{kind}_strategy"
+        if getattr(args, strategy) == "steps" and name in state and not (state[name] or 0) >= 1:
+            raise ValueError(
+                f"{path}: {name}={cut(state[name])}, which Transformers takes instead of this run's, but {strategy} "
+                f"is 'steps'. Write the number of steps into the file, or set {strategy} as the run had it that wrote it."
+            )
 
 
 def _told_step(directory: str) -> int | None:

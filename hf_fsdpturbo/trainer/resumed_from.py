@@ -23,7 +23,7 @@ def checkpoint_of(trainer: Any, given: Any) -> Any:
     """
     if given is True or str(given).lower() == "true":
         given = newest_checkpoint(trainer.args.output_dir, trainer._saving.each_node)
-    check_given(given)
+    check_given(given, trainer.args)
     return given
 
 
@@ -55,7 +55,7 @@ def newest_checkpoint(run_dir: str, each_node: bool = False) -> str:
     return newest
 
 
-def check_given(checkpoint: Any) -> None:
+def check_given(checkpoint: Any, args: Any) -> None:
     """Look at what is to be resumed from before it is read. Collective where there is something.
 
     Raises:
@@ -69,7 +69,7 @@ def check_given(checkpoint: Any) -> None:
         if rank() == 0:
             check_checkpoint_links(checkpoint)
             check_small_files(checkpoint)
-            state_file.check_state(checkpoint)
+            state_file.check_state(checkpoint, args)
 
 
 def refuse_stray_scaler(checkpoint: str | None, accelerator: Any) -> None:

@@ -221,17 +221,20 @@ STATE = {"global_step": 3, "max_steps": 4, "epoch": 0.5, "log_history": [{"loss"
         ({"log_history": 5}, "log_history=5"),
         ({"epoch": float("nan")}, "epoch=nan"),
         ({"max_steps": 2}, "more than max_steps"),
+        ({"logging_steps": 0}, "logging_steps=0"),
+        ({"save_steps": None}, "save_steps=None"),
     ],
 )
 def test_a_trainer_state_that_is_not_the_checkpoints(tmp_path, change, word: str):
     folder = tmp_path / "checkpoint-3"
+    args = SimpleNamespace(logging_strategy="steps", eval_strategy="no", save_strategy="steps")
     folder.mkdir()
-    check_state(str(folder))
+    check_state(str(folder), args)
     (folder / "trainer_state.json").write_text(json.dumps(STATE))
-    check_state(str(folder))
+    check_state(str(folder), args)
     (folder / "trainer_state.json").write_text(json.dumps({**STATE, **change}))
     with pytest.raises(ValueError, match="trainer_state.json") as caught:
-        check_state(str(folder))
+        check_state(str(folder), args)
     assert word in str(caught.value)
 
 

@@ -63,7 +63,7 @@ def test_measured_peaks(name: str):
 
 @pytest.mark.parametrize(("frozen", "weights", "measured"), [("full", 20.53, 26.54), ("nf4", 7.19, 13.58)])
 def test_measured_peaks_of_adapters(frozen: str, weights: float, measured: float):
-    """benchmarks/results/qlora_2026-12-01.jsonl: 16 layers, adapters on attention and experts; 5 to 8 % are missing."""
+    """benchmarks/results/qlora_2026-12-01.jsonl: 16 layers, adapters on attention and experts; 5 and 8 % lacking."""
     shape = shape_of_config(model_config(SimpleNamespace(tiny=False, layers=16)), "bfloat16")
     run = PlannedRun(
         Topology.resolve(1), batch=2, recompute="full", lora_r=16, lora_targets="all", fused_head=True, frozen=frozen
