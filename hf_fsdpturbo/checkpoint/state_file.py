@@ -56,7 +56,7 @@ def check_state(directory: str, args: Any) -> None:
         if getattr(args, strategy) == "steps" and name in state and not (state[name] or 0) >= 1:
             raise ValueError(
                 f"{path}: {name}={cut(state[name])}, which Transformers takes instead of this run's, but {strategy} "
-                f"is 'steps'. Write the number of steps into the file, or set {strategy} as the run had it that wrote it."
+                f"is 'steps'. Write the number of steps into the file, or set {strategy} as that run had it."
             )
 
 
