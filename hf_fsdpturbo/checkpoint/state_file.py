@@ -14,6 +14,7 @@ from hf_fsdpturbo.checkpoint.commit import COMPLETE, read_json
 STATE = "trainer_state.json"
 _COUNTS = ("global_step", "max_steps", "num_train_epochs", "num_input_tokens_seen")
 _NUMBERS = ("epoch", "total_flos", "best_metric", "logging_steps", "eval_steps", "save_steps")
+_STEPS = {"logging_steps": "logging_strategy", "eval_steps": "eval_strategy", "save_steps": "save_strategy"}
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -51,8 +52,7 @@ def check_state(directory: str, args: Any) -> None:
         raise ValueError(f"{path}: global_step={cut(step)}, but the checkpoint is of step {told}. {again}")
     if 0 < most < step:
         raise ValueError(f"{path}: global_step={cut(step)} is more than max_steps={cut(most)}. {again}")
-    for kind in ("logging", "eval", "save"):
-        name, strategy = f"{kind}_steps", f"{kind}_strategy"
+    for name, strategy in _STEPS.items():
         if getattr(args, strategy) == "steps" and name in state and not (state[name] or 0) >= 1:
             raise ValueError(
                 f"{path}: {name}={cut(state[name])}, which Transformers takes instead of this run's, but {strategy} "

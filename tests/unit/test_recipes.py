@@ -20,8 +20,9 @@ def load_script(path: Path) -> ModuleType:
 
 
 def script_of(path: Path) -> ModuleType:
-    """`<name>_<script>.yaml` belongs to `<script>.py`."""
-    return load_script(RECIPES / f"{path.stem.rpartition('_')[2]}.py")
+    """A YAML belongs to the script in its name: `demo_dpo.yaml` to `dpo.py`, `sft_vlm.yaml` to `sft.py`."""
+    (script,) = (script for script in SCRIPTS if script.stem in path.stem.split("_"))
+    return load_script(script)
 
 
 def test_there_is_something_to_check():
