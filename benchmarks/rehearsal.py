@@ -95,8 +95,8 @@ class Bytes:
 
         right = OpenFiles.read
 
-        def read(self: OpenFiles, key: str, index: Any) -> Any:
-            part = right(self, key, index)
+        def read(self: OpenFiles, file: str, key: str, index: Any) -> Any:
+            part = right(self, file, key, index)
             cls.mapped += part.numel() * part.element_size()
             return part
 
