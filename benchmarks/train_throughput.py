@@ -44,6 +44,7 @@ def arguments():
     parser.add_argument("--recompute", default="full", help="turbo only, with --checkpointing: full or selective")
     parser.add_argument("--liger", action="store_true", help="liger's rope and rms_norm")
     parser.add_argument("--profile", default=None, help="write a breakdown of one step's GPU time to this file")
+    parser.add_argument("--trace", default=None, help="with --profile: that step for chrome://tracing (.json.gz)")
     parser.add_argument("--out", default=None, help="append the JSON line to this file")
     return parser.parse_args()
 
@@ -123,6 +124,8 @@ class Meter(TrainerCallback):
             self.profiler.__exit__(None, None, None)
             if self.rank == 0:
                 write_breakdown(self.profiler, wall, self.a.profile)
+                if self.a.trace:
+                    self.profiler.export_chrome_trace(self.a.trace)
             self.profiler = None
 
     def on_log(self, args, state, control, logs=None, **kwargs):

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_fsdpturbo.arguments import KERNEL_NAMES, KernelParams
 from hf_fsdpturbo.kernels.accelerator_set import Applied, apply_auto, apply_liger
+from hf_fsdpturbo.kernels.aux_loss import apply_aux_loss
 from hf_fsdpturbo.kernels.linear_attention import apply_linear_attention, choose
 from hf_fsdpturbo.kernels.rebinding import Undo, linear_attention_layers
 from hf_fsdpturbo.launch_config import rank, set_environment_default
@@ -82,7 +83,8 @@ def apply_kernels(
     """Put the kernel sets of ``kernel_config`` into ``model``, in order; call it before sharding.
 
     A model with linear attention always gets a rule that keeps packed documents apart: FLA's where it is chosen and
-    proves itself on the device, else our PyTorch one. A model without is untouched when ``params`` is None.
+    proves itself on the device, else our PyTorch one. On CUDA the aux loss is one pass where that proves itself.
+    Otherwise a model is untouched when ``params`` is None.
 
     Args:
         model: on meta or with real weights.
@@ -100,6 +102,7 @@ def apply_kernels(
     try:
         for name in params.name if params is not None else ():
             _add(report, KERNELS[name](model, params, device_type, applied))  # type: ignore[arg-type]
+        _add(report, apply_aux_loss(model, device_type))
         if next(linear_attention_layers(model), None) is not None:
             choice, lines, notices = choose(model, params, device_type, cp_size, length)
             _add(report, Applied(apply_linear_attention(model, choice), lines, notices))

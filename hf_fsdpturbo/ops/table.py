@@ -148,6 +148,26 @@ class OpSet(Protocol):
             float32 (float64 for float64), float32, bool.
         """
 
+    def router_load(self, logits_TE: Tensor, top_k: int, mask_T: Tensor | None, probs_TE: Tensor) -> Tensor:
+        """How often experts are among the ``top_k`` most probable, and the sum of their probabilities: ``[2, E]``.
+
+        Args:
+            logits_TE: rows may be further apart than E.
+            mask_T: float32 weights of tokens, None where each counts once.
+            probs_TE: gets the softmax, in its own dtype (that is what is compared and summed); contiguous.
+
+        Returns:
+            float32.
+        """
+
+    def router_load_backward(self, probs_NE: Tensor, slope_E: Tensor, mask_T: Tensor | None, out_NE: Tensor) -> None:
+        """Gradient of ``sum_n mask[n mod T] (slope . probs[n])`` with respect to the logits, written to ``out``.
+
+        Args:
+            probs_NE: softmax of the rows of one or more layers of T tokens; contiguous, as ``out_NE``.
+            slope_E: float32.
+        """
+
     def add_product_(self, sum_AB: Tensor, left_AN: Tensor, right_NB: Tensor, *, fresh: bool = False) -> None:
         """``sum += left @ right``, added up in the dtype of ``sum``, which may be wider than that of the factors.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_fsdpturbo import compat
 from hf_fsdpturbo.ops.adamw import adamw_, square_sum
+from hf_fsdpturbo.ops.router_load import router_load, router_load_backward
 from hf_fsdpturbo.ops.table import LogitTransform, Routing
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "cross_entropy_",
     "gather_sum",
     "grouped_mm",
+    "router_load",
+    "router_load_backward",
     "scale_",
     "scatter_rows",
     "slot_pairs",

@@ -147,12 +147,12 @@ class FSDPTurboTrainerMixin:
         return super().get_batch_samples(self._telemetry.batches(epoch_iterator), *args, **kwargs)  # type: ignore[misc]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
+        self._finite.log.added()
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)  # type: ignore[misc]
         self.state.num_input_tokens_seen = self._batches.tokens_seen(before, self.state.num_input_tokens_seen)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Refuse images where a rank without would not join the others."""
         refusals.refuse_images(inputs, self.sharding_report)
         return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
@@ -162,6 +162,10 @@ class FSDPTurboTrainerMixin:
         """As the parent's; see :func:`hf_fsdpturbo.trainer.training.training` for what it resumes from and raises."""
         with training(self, resume_from_checkpoint) as checkpoint:
             return super().train(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a micro-batch, as the log shall have it."""
+        return self._finite.log.filtered(super().training_step(*args, **kwargs))  # type: ignore[misc]
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -286,10 +290,9 @@ class FSDPTurboTrainerMixin:
         resuming.load_best_model(self, super()._load_best_model)  # type: ignore[misc]
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """One process only: in a sharded run each trial would build a new model past the sharded loader."""
-        if self.parallel_state is None:
-            return super().hyperparameter_search(*args, **kwargs)  # type: ignore[misc]
-        raise ValueError("hyperparameter_search rebuilds the model for each trial: start one run a trial.")
+        """One process only."""
+        refusals.refuse_search(self.parallel_state)
+        return super().hyperparameter_search(*args, **kwargs)  # type: ignore[misc]
 
 
 class FSDPTurboTrainer(FSDPTurboTrainerMixin, Trainer):

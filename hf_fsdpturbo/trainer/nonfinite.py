@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from hf_fsdpturbo.checkpoint.dcp import model_tensors
 from hf_fsdpturbo.ranks import everyone, rank, world_size
 from hf_fsdpturbo.shards import local_tensor
+from hf_fsdpturbo.trainer.loss_log import LossLog
 
 NOWHERE = 2**62
 _MICRO_BATCHES = 2**16
@@ -38,6 +39,7 @@ class NonFinite(TrainerCallback):
 
     def __init__(self, trainer: Any, mode: str) -> None:
         self.trainer, self.mode = trainer, mode
+        self.log = LossLog(trainer)
         self.micro_batch = 0
         self.skipped = False  # the last step was left out
         self.places: dict[str, Tensor] = {}  # int64 scalars by "loss" and the kinds of parameters

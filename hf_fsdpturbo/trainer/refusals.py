@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_fsdpturbo import compat
 from hf_fsdpturbo.images import IMAGE_KEYS
 from hf_fsdpturbo.lora.adapter_files import is_adapter, is_peft
+from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
 from hf_fsdpturbo.quantisation import refuse_quantised
@@ -244,3 +245,9 @@ def aux_loss_warning(trainer_class: type, model: Any, config: Any) -> str | None
         f"[hf_fsdpturbo] output_router_logits: transformers.Trainer counts the router aux loss {times} times "
         "(processes x accumulation steps, transformers#48690). Kept as upstream has it; TRL's trainers count it once."
     )
+
+
+def refuse_search(parallel_state: FSDPTurboParallelState | None) -> None:
+    """Raises ``ValueError`` in a sharded run: each trial would build a new model past the sharded loader."""
+    if parallel_state is not None:
+        raise ValueError("hyperparameter_search rebuilds the model for each trial: start one run a trial.")

@@ -34,6 +34,7 @@ def training(trainer: Any, resume_from_checkpoint: Any) -> Iterator[Any]:
         ended = True
     finally:
         gc.unfreeze()
+        trainer._finite.log.added()
         trainer._hang.end()
         trainer._saving.end(ended)
     trainer._set_up.peak.say_measured()

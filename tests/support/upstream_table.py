@@ -50,6 +50,7 @@ ACCELERATE = "test_upstream_contract_accelerate.py"
 TORCH = "test_upstream_contract_torch.py"
 SEAMS = "test_preference_seams.py"
 FACTS = "test_code_facts.py"
+LOSS_LOG = "test_loss_log.py::test_the_log_is_trainers_and_it_asks_nothing"
 
 
 def _override(name: str, why: str, until: str = NO_HOOK) -> Row:
@@ -78,6 +79,7 @@ OVERRIDES = (
     _override("_save_rng_state", "a rank that cannot write fails on all ranks"),
     _override("_save_scaler", "a rank that cannot write fails on all ranks"),
     _override("_track_num_input_tokens", "cp ranks hold the same tokens"),
+    _override("training_step", "the loss for the log is filtered without waiting", "Trainer filters it on the device"),
     _override("compute_loss", "cuts TRL's fused LM head, which is made after our set-up", "TRL builds it in a hook"),
     _override("create_accelerator_and_postprocess", "gives the data loader its mesh, and puts gather in its place"),
     _override("create_optimizer", "reshards first: an optimizer over gathered parameters trains nothing"),
@@ -182,6 +184,22 @@ REPLACED = (
         "Transformers has a registry for it",
     ),
     Row(
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.load_balancing_loss_func",
+        "replace",
+        ("kernels/aux_loss.py",),
+        "on CUDA: the aux loss in one pass, where it agrees, in the globals of the model's own file",
+        "test_aux_loss.py::test_families_functions_agree_with_it",
+        "Transformers computes it in one kernel a layer",
+    ),
+    Row(
+        "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func",
+        "replace",
+        ("kernels/aux_loss.py",),
+        "the same in the file that TRL's fused LM head imports it from",
+        "test_aux_loss.py::test_families_functions_agree_with_it",
+        "TRL calls the model's own",
+    ),
+    Row(
         "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.torch_chunk_gated_delta_rule",
         "replace",
         ("kernels/rebinding.py",),
@@ -220,6 +238,22 @@ REPLACED = (
         "a template of another model without a resize of sharded embeddings; while the trainer is made",
         f"{SEAMS}::test_templates_are_cloned_through_a_module_global",
         "TRL leaves embeddings alone where no token is new",
+    ),
+    Row(
+        "transformers.Trainer._tr_loss",
+        "read",
+        ("trainer/loss_log.py",),
+        "what was added up for the log",
+        LOSS_LOG,
+        "Trainer filters it on the device",
+    ),
+    Row(
+        "transformers.Trainer._globalstep_last_logged",
+        "read",
+        ("trainer/loss_log.py",),
+        "since when",
+        LOSS_LOG,
+        "Trainer filters it on the device",
     ),
     Row(
         "trl.SFTTrainer._prepare_dataset",
@@ -376,6 +410,14 @@ SET = (
         "the model's end token, as clone_chat_template sets it",
         f"{SEAMS}::test_templates_are_cloned_through_a_module_global",
         "TRL leaves embeddings alone where no token is new",
+    ),
+    Row(
+        "transformers.TrainingArguments.logging_nan_inf_filter",
+        "set",
+        ("trainer/loss_log.py",),
+        "off while Trainer asks whether a loss is finite, which waits for the device; on again at once",
+        LOSS_LOG,
+        "Trainer filters it on the device",
     ),
     Row(
         "transformers.TrainingArguments.enable_jit_checkpoint",

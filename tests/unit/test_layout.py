@@ -26,6 +26,7 @@ OWNERS: dict[str, list[str]] = {
         "ops/triton.py",
         "ops/triton_adamw.py",
         "ops/triton_cross_entropy.py",
+        "ops/triton_router_load.py",
         "ops/triton_rows.py",
         "ops/triton_sort.py",
         "ops/triton_swiglu.py",

@@ -23,7 +23,7 @@ needs_grouped_mm = pytest.mark.skipif(
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HEAD = os.path.join(os.path.dirname(__file__), "test_linear_cross_entropy.py")
+INNER = [os.path.join(os.path.dirname(__file__), f"test_{name}.py") for name in ("linear_cross_entropy", "aux_loss")]
 # "cuda" is the Triton file, on CPU tensors; "npu" runs over a stand-in for torch_npu.
 BACKENDS = ["cpu", "npu"] if not INTERPRETED else ["cuda"]
 
@@ -416,7 +416,7 @@ def test_triton_kernels_under_the_interpreter():
     """The same tests, Triton file included, in a process that started with TRITON_INTERPRET=1."""
     pytest.importorskip("triton", reason="triton is not installed (pip install --no-deps triton==3.6.0)")
     inner = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, HEAD],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, *INNER],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
