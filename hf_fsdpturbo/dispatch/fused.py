@@ -54,8 +54,9 @@ class FusedDispatcher(Dispatcher):
 
     def plan(self, index_slices: list[Tensor]) -> list[RoutingPlan]:
         """Plans of slices of tokens: one gather of counts for all. Replayed, not made again, inside recompute."""
-        ops = get_ops(index_slices[0].device.type)
-        return record_or_replay(lambda: plan_slices(index_slices, self.num_experts, self.group, ops))
+        ops, group = get_ops(index_slices[0].device.type), self.group
+        assert group is not None
+        return record_or_replay(lambda: plan_slices(index_slices, self.num_experts, group, ops))
 
     def pack(self, hidden_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> tuple[Tensor, PackedLayout]:
         """Rows to send, by destination, and their layout."""
@@ -120,15 +121,18 @@ class FusedDispatcher(Dispatcher):
     ) -> Tensor:
         """See :class:`hf_fsdpturbo.dispatch.dispatcher.Dispatcher`."""
         # Before the plan, whose host sync empties the device's queue: every host microsecond after it is an idle one.
-        plain = self.plain_weights(hidden_states, get_ops(hidden_states.device.type), experts)
-        if self.group is not None and self.nodes is not None:
+        ops = get_ops(hidden_states.device.type)
+        plain = self.plain_weights(hidden_states, ops, experts)
+        if self.group is None:
+            slot_map = record_or_replay(
+                lambda: SlotMap(*ops.own_slots(top_k_index, self.num_experts), top_k_index.numel())
+            )
+            if plain is not None:
+                return expert_mlp(hidden_states, top_k_weights, *plain, slot_map, ops, keep_or_make)
+            return self.own_forward(hidden_states, top_k_weights, slot_map, ops, experts)
+        if self.nodes is not None:
             return self._over_nodes(hidden_states, top_k_index, top_k_weights, experts, plain)
         (plan,) = self.plan([top_k_index])
-        if self.group is None:
-            if plain is not None:
-                slot_map = plan.own_slot_map()
-                return expert_mlp(hidden_states, top_k_weights, *plain, slot_map, plan.ops, keep_or_make)
-            return self.own_forward(hidden_states, top_k_weights, plan.own_slot_map(), plan.ops, experts)
         packed, layout = self.pack(hidden_states, top_k_weights, plan)
         flight = Flight(plan.receive_splits, plan.send_splits, self.group)
         finish = self.experts_on(send_rows(packed, flight), layout, plan, experts, flight, plain)

@@ -40,7 +40,7 @@ class Stage:
         routing: which row carries each pair.
         offsets_L: ends of this rank's experts among its slots.
         num_slots: pairs that reach this rank.
-        send_splits, receive_splits: rows per rank of the exchange's group; empty for a group of one.
+        send_splits, receive_splits: rows per rank of the exchange's group.
     """
 
     ops: OpSet
@@ -66,21 +66,13 @@ class RoutingPlan(Stage):
 
     slots_TK: Tensor
 
-    def __init__(self, routing: Routing, ops: OpSet, rank: int, counts: GatheredCounts | None, part: int) -> None:
+    def __init__(self, routing: Routing, ops: OpSet, rank: int, counts: GatheredCounts, part: int) -> None:
         self.routing = routing
         self.ops = ops
         self._rank = rank
-        self._counts = counts
+        self._counts: GatheredCounts | None = counts
         self._part = part
-        self._placed = counts is None
-        if counts is None:
-            self.num_slots = routing.index_TK.numel()
-            self.send_splits, self.receive_splits = [], []
-            self.slots_TK, self.offsets_L = ops.slot_pairs(routing, routing.totals_X.unsqueeze(0), 0)
-
-    def own_slot_map(self) -> SlotMap:
-        """The slot map of this rank's own tokens, which are the rows in a group of one."""
-        return self.slot_map(self.slots_TK)
+        self._placed = False
 
     def place(self) -> None:
         """Slots and ends, on the device alone: the stream waits for the counts, the host does not. Once."""
@@ -127,9 +119,9 @@ def gather_counts(totals: list[Tensor], group: ProcessGroup) -> GatheredCounts:
 
 
 def plan_slices(
-    index_slices: list[Tensor], num_experts: int, group: ProcessGroup | None, ops: OpSet
+    index_slices: list[Tensor], num_experts: int, group: ProcessGroup, ops: OpSet
 ) -> list[RoutingPlan]:
-    """Plan slices of tokens together: one gather of counts for all of them, none for a group of one (``group`` None).
+    """Plan slices of tokens together: one gather of counts for all of them.
 
     Args:
         index_slices: ``top_k_index [T_i, K]`` of each slice, experts numbered over the group.
@@ -137,10 +129,7 @@ def plan_slices(
         group: the ep axis; all its ranks call this together.
         ops: operators of the device.
     """
-    group_size = 1 if group is None else dist.get_world_size(group)
-    routings = [ops.count_routing(index_TK, num_experts, group_size) for index_TK in index_slices]
-    if group is None:
-        return [RoutingPlan(routing, ops, 0, None, part) for part, routing in enumerate(routings)]
+    routings = [ops.count_routing(index_TK, num_experts, dist.get_world_size(group)) for index_TK in index_slices]
     counts = gather_counts([routing.totals_X for routing in routings], group)
     rank = dist.get_rank(group)
     return [RoutingPlan(routing, ops, rank, counts, part) for part, routing in enumerate(routings)]

@@ -28,6 +28,7 @@ TOLERANCE = 1e-2
 GAIN = 0.98
 """Share of torch's time that is worth another library."""
 ROUNDS = 5
+_BOUNDS = "bounds_behind_zero"
 
 _uses_quack: dict[tuple[Any, ...], bool] = {}
 
@@ -60,12 +61,21 @@ def grouped_mm(left: Tensor, right: Tensor, offsets_L: Tensor) -> Tensor:
 def _quack(left: Tensor, right: Tensor, offsets_L: Tensor) -> Tensor:
     gemm = _gemm()
     assert gemm is not None
-    bounds = torch.nn.functional.pad(offsets_L, (1, 0))
+    bounds = _bounds(offsets_L)
     if right.ndim == 3:
         return gemm(left, right, cu_seqlens_m=bounds, tuned=False)
     out = left.new_empty(len(offsets_L), left.shape[0], right.shape[1])
     gemm(left, right, out=out, cu_seqlens_k=bounds, tuned=False)
     return out
+
+
+def _bounds(offsets_L: Tensor) -> Tensor:
+    """The ends of groups behind a zero, as quack takes them: made once for the six products of a block."""
+    found: Tensor | None = getattr(offsets_L, _BOUNDS, None)
+    if found is None:
+        found = torch.nn.functional.pad(offsets_L, (1, 0))
+        setattr(offsets_L, _BOUNDS, found)  # ends are never written again, and go with their layer's graph
+    return found
 
 
 def _choose(left: Tensor, right: Tensor, offsets_L: Tensor, sizes: tuple[int, ...]) -> bool:

@@ -71,6 +71,9 @@ class OpSet(Protocol):
             ``(slots_TK, offsets_L)``, both int32.
         """
 
+    def own_slots(self, index_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+        """:meth:`slot_pairs` where one rank has all experts: ``(slots_TK, offsets_L)``, both int32."""
+
     def write_pairs(
         self, routing: Routing, slots_TK: Tensor, weights_TK: Tensor, out_slots: Tensor, out_weights: Tensor
     ) -> None:

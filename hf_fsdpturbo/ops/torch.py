@@ -21,6 +21,7 @@ __all__ = [
     "cross_entropy_",
     "gather_sum",
     "grouped_mm",
+    "own_slots",
     "router_load",
     "router_load_backward",
     "scale_",
@@ -77,6 +78,12 @@ def slot_pairs(routing: Routing, totals_PX: Tensor, ep_rank: int) -> tuple[Tenso
     start_E = (ends_PL - pairs_PL).reshape(-1) + pairs_PE[:ep_rank].sum(0)
     slots_TK = start_E[routing.index_TK.long()] + routing.rank_TK
     return slots_TK.int(), ends_PL[ep_rank].int()
+
+
+def own_slots(index_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`."""
+    routing = count_routing(index_TK, num_experts, 1)
+    return slot_pairs(routing, routing.totals_X.unsqueeze(0), 0)
 
 
 def write_pairs(

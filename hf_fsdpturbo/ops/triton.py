@@ -18,7 +18,7 @@ from hf_fsdpturbo.ops.triton_adamw import adamw_, square_sum
 from hf_fsdpturbo.ops.triton_cross_entropy import add_product_, cross_entropy_
 from hf_fsdpturbo.ops.triton_router_load import router_load, router_load_backward
 from hf_fsdpturbo.ops.triton_rows import gather_sum, scatter_rows
-from hf_fsdpturbo.ops.triton_sort import count_routing, slot_pairs, write_pairs
+from hf_fsdpturbo.ops.triton_sort import count_routing, own_slots, slot_pairs, write_pairs
 from hf_fsdpturbo.ops.triton_swiglu import swiglu, swiglu_backward
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "cross_entropy_",
     "gather_sum",
     "grouped_mm",
+    "own_slots",
     "router_load",
     "router_load_backward",
     "scale_",

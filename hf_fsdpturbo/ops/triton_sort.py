@@ -19,17 +19,21 @@ _PAIRS_PER_BLOCK = 128  # the pair-by-pair comparison of a block fits in registe
 # Note [Counting sort]
 # A block compares its pairs with each other (128 x 128), which gives each pair its rank among the block's pairs of the
 # same expert; the last of each kind writes the block's count. One cumulative sum over blocks makes the ranks global.
-# Stable, hence deterministic, and free of atomics. Rows per destination rank are counted token by token, each token
-# once a destination (comparing all pairs of a block for it took ten times as long); a row rank is stored as -1 - rank
-# for pairs that are not the first of their row.
+# Stable, hence deterministic, and free of atomics. A block first writes zeros for all experts. Rows per destination
+# rank are counted token by token, each token once a destination (comparing all pairs of a block for it took ten times
+# as long); a row rank is stored as -1 - rank for pairs that are not the first of their row.
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _count_kernel(
     index_ptr, rank_ptr, count_ptr, num_pairs, num_experts, num_blocks, PAIRS: tl.constexpr, B: tl.constexpr,
+    EB: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     lane = tl.arange(0, B)
+    any_expert = tl.arange(0, EB)
+    tl.store(count_ptr + any_expert * num_blocks + block, 0, mask=any_expert < num_experts)
+    tl.debug_barrier()  # every thread's zeros are there before one of them writes a count
     pair = block * PAIRS + lane
     valid = (lane < PAIRS) & (pair < num_pairs)
     expert = tl.load(index_ptr + pair, mask=valid, other=num_experts).to(tl.int32)
@@ -108,6 +112,25 @@ def _start_kernel(totals_ptr, start_ptr, offset_ptr, stride, ep_rank, num_local,
     tl.store(offset_ptr + local[None, :] + owner[:, None] * 0, end, mask=mine)
 
 
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def _own_slot_kernel(
+    index_ptr, cumulative_ptr, rank_ptr, slot_ptr, offset_ptr, num_pairs, num_blocks,
+    PAIRS: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    expert = tl.arange(0, EB)
+    total = tl.load(cumulative_ptr + expert * num_blocks + num_blocks - 1, mask=expert < E, other=0)
+    end = tl.cumsum(total, 0)
+    if tl.program_id(0) == 0:
+        tl.store(offset_ptr + expert, end, mask=expert < E)
+    pair = tl.program_id(0) * B + tl.arange(0, B)
+    valid = pair < num_pairs
+    block = pair // PAIRS
+    mine = tl.load(index_ptr + pair, mask=valid, other=0).to(tl.int32)
+    start = tl.sum(tl.where(mine[:, None] == expert[None, :], (end - total)[None, :], 0), 1)
+    before = tl.load(cumulative_ptr + mine * num_blocks + block - 1, mask=valid & (block > 0), other=0)
+    tl.store(slot_ptr + pair, start + before + tl.load(rank_ptr + pair, mask=valid, other=0), mask=valid)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _slot_kernel(index_ptr, rank_ptr, start_ptr, slot_ptr, num_pairs, B: tl.constexpr):
     pair = tl.program_id(0) * B + tl.arange(0, B)
@@ -138,20 +161,29 @@ def _write_pairs_kernel(
         tl.store(out, tl.where(mine, weight, 0.0).to(out_weight_ptr.dtype.element_ty), mask=store)
 
 
+def _count(index_TK: Tensor, num_experts: int, rows: int, rank: Tensor) -> tuple[Tensor, int]:
+    """Writes each pair's rank in its block. Gives ``[rows, NB]``, of which E are counts, and the pairs of a block."""
+    tokens, top_k = index_TK.shape
+    pairs_per_block = max(1, _PAIRS_PER_BLOCK // top_k) * top_k
+    num_blocks = max(1, triton.cdiv(tokens * top_k, pairs_per_block))
+    new = torch.empty if tokens else torch.zeros
+    count = new((rows, num_blocks), dtype=torch.int32, device=index_TK.device)
+    if tokens:
+        _count_kernel[(num_blocks,)](
+            index_TK, rank, count, tokens * top_k, num_experts, num_blocks, PAIRS=pairs_per_block,
+            B=triton.next_power_of_2(pairs_per_block), EB=triton.next_power_of_2(num_experts), num_warps=8,
+        )  # fmt: skip
+    return count, pairs_per_block
+
+
 def count_routing(index_TK: Tensor, num_experts: int, ep_size: int) -> Routing:
     """See :class:`hf_fsdpturbo.ops.table.OpSet` and Note [Counting sort]. Four launches."""
     tokens, top_k = index_TK.shape
     index_TK = index_TK.contiguous()
     num_pairs, num_local = tokens * top_k, num_experts // ep_size
-    pairs_per_block = max(1, _PAIRS_PER_BLOCK // top_k) * top_k
-    num_blocks = max(1, triton.cdiv(num_pairs, pairs_per_block))
     rank, row, position = torch.empty((3, tokens, top_k), dtype=torch.int32, device=index_TK.device).unbind(0)
-    count = torch.zeros((num_experts + ep_size, num_blocks), dtype=torch.int32, device=index_TK.device)
-    if num_pairs:
-        _count_kernel[(num_blocks,)](
-            index_TK, rank, count, num_pairs, num_experts, num_blocks,
-            PAIRS=pairs_per_block, B=triton.next_power_of_2(pairs_per_block), num_warps=8,
-        )  # fmt: skip
+    count, pairs_per_block = _count(index_TK, num_experts, num_experts + ep_size, rank)
+    num_blocks = count.shape[1]
     if num_pairs and ep_size > 1:
         _row_kernel[(num_blocks,)](
             index_TK, row, count, tokens, num_local, num_experts, num_blocks,
@@ -165,6 +197,22 @@ def count_routing(index_TK: Tensor, num_experts: int, ep_size: int) -> Routing:
             PAIRS=pairs_per_block, P=ep_size, B=512,
         )  # fmt: skip
     return Routing(index_TK, rank, row, position, cumulative[:, -1])
+
+
+def own_slots(index_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """See :class:`hf_fsdpturbo.ops.table.OpSet`. Three launches."""
+    index_TK = index_TK.contiguous()
+    rank, slots = torch.empty((2, *index_TK.shape), dtype=torch.int32, device=index_TK.device).unbind(0)
+    count, pairs_per_block = _count(index_TK, num_experts, num_experts, rank)
+    cumulative = count.cumsum(1, dtype=torch.int32)
+    offsets = torch.empty(num_experts, dtype=torch.int32, device=index_TK.device)
+    width = triton.next_power_of_2(num_experts)
+    pairs = max(16, 8192 // width)
+    _own_slot_kernel[(max(1, triton.cdiv(slots.numel(), pairs)),)](
+        index_TK, cumulative, rank, slots, offsets, slots.numel(), count.shape[1],
+        PAIRS=pairs_per_block, E=num_experts, EB=width, B=pairs,
+    )  # fmt: skip
+    return slots, offsets
 
 
 def slot_pairs(routing: Routing, totals_PX: Tensor, ep_rank: int) -> tuple[Tensor, Tensor]:

@@ -99,6 +99,19 @@ def test_counting(ops, tokens, top_k, num_experts, ep_size, kind):
         )
 
 
+@pytest.mark.parametrize(("tokens", "top_k", "num_experts", "ep_size", "kind"), [*CASES, (300, 8, 128, 1, "random")])
+def test_own_slots(ops, tokens, top_k, num_experts, ep_size, kind):
+    """Where one rank has all experts: the slots that counting and placing for a group of one give."""
+    index = draw_index(tokens, top_k, num_experts, 7, kind)
+    routing = ops.count_routing(index, num_experts, 1)
+    expected = ops.slot_pairs(routing, routing.totals_X.unsqueeze(0), 0)
+    slots, ends = ops.own_slots(index.t().contiguous().t(), num_experts)
+    assert slots.dtype == ends.dtype == torch.int32
+    assert torch.equal(slots, expected[0])
+    assert torch.equal(ends, expected[1])
+    assert sorted(slots.flatten().tolist()) == list(range(tokens * top_k))
+
+
 @pytest.mark.parametrize(("tokens", "top_k", "num_experts", "ep_size", "kind"), [c for c in CASES if c[3] > 1])
 def test_write_pairs(ops, tokens, top_k, num_experts, ep_size, kind):
     index = draw_index(tokens, top_k, num_experts, 5, kind)

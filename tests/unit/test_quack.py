@@ -32,6 +32,23 @@ def test_the_call_is_torchs(monkeypatch, kind):
     assert torch.equal(quack._quack(left, right, OFFSETS), plain.grouped_mm(left, right, OFFSETS))
 
 
+def test_bounds_are_made_once_for_a_block(monkeypatch):
+    """Six products share the ends of their groups; other ends have other bounds."""
+    seen = []
+
+    def gemm(left, right, out=None, cu_seqlens_m=None, **given):
+        seen.append(cu_seqlens_m)
+        return stand_in(left, right, out, cu_seqlens_m, **given)
+
+    monkeypatch.setattr(quack, "_gemm", lambda: gemm)
+    left, right = operands("rows")
+    offsets, others = OFFSETS.clone(), torch.tensor([1, 5, 10], dtype=torch.int32)
+    for ends in (offsets, offsets, others):
+        assert torch.equal(quack._quack(left, right, ends), plain.grouped_mm(left, right, ends))
+    assert seen[0] is seen[1]
+    assert [bounds.tolist() for bounds in seen[1:]] == [[0, 3, 3, 10], [0, 1, 5, 10]]
+
+
 @pytest.mark.parametrize(("gemm", "times", "chosen"), [
     (stand_in, (1.0, 2.0), True),
     (stand_in, (2.0, 1.0), False),
