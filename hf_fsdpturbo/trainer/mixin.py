@@ -165,7 +165,7 @@ class FSDPTurboTrainerMixin:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a micro-batch, as the log shall have it."""
-        return self._finite.log.filtered(super().training_step(*args, **kwargs))  # type: ignore[misc]
+        return self._finite.saw_loss(super().training_step(*args, **kwargs))  # type: ignore[misc]
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -179,9 +179,7 @@ class FSDPTurboTrainerMixin:
         if num_items_in_batch is None and self._rows is not None and self._rows.evaluating:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         loss: Any = functools.partial(super().compute_loss, model, inputs, return_outputs)  # type: ignore[misc]
-        found = self._scale.compute(loss, inputs, num_items_in_batch)
-        self._finite.saw_loss(found[0] if return_outputs else found)
-        return found
+        return self._scale.compute(loss, inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         clip = functools.partial(self._norm.clip, max_norm=self.args.max_grad_norm)

@@ -44,14 +44,17 @@ class NonFinite(TrainerCallback):
         self.skipped = False  # the last step was left out
         self.places: dict[str, Tensor] = {}  # int64 scalars by "loss" and the kinds of parameters
 
-    def saw_loss(self, loss: Tensor) -> None:
-        """A micro-batch's loss, noted in training; nothing is waited for."""
-        if not self.trainer.model.training:
-            return
+    def saw_loss(self, loss: Tensor) -> Tensor:
+        """Note a micro-batch's loss, after its backward: between the two the device has nothing else to do.
+
+        Returns:
+            what the log shall add up. Nothing is waited for.
+        """
         step = self.trainer.state.global_step + 1
         place = (step * _MICRO_BATCHES + self.micro_batch) * world_size() + rank()
         self.micro_batch += 1
-        self._note("loss", loss.detach(), place)
+        self._note("loss", loss, place)
+        return self.log.filtered(loss)
 
     def saw_norm(self, norm: Any) -> Any:
         """The step's norm, equal on all ranks; returns it.

@@ -17,8 +17,10 @@ def trainer_of(step: int = 0):
     model = nn.Linear(2, 2)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    state, args = SimpleNamespace(global_step=step), SimpleNamespace(device=torch.device("cpu"))
-    return SimpleNamespace(model=model.train(), state=state, args=args, last_group_norms=None)
+    state = SimpleNamespace(global_step=step)
+    args = SimpleNamespace(device=torch.device("cpu"), logging_nan_inf_filter=False)
+    added = torch.tensor(0.0)
+    return SimpleNamespace(model=model.train(), state=state, args=args, last_group_norms=None, _tr_loss=added)
 
 
 def has_gradients(trainer) -> bool:
