@@ -112,3 +112,39 @@ def test_the_same_twice():
         results.append([out, *(leaf.grad for leaf in leaves)])
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"), [(1, 1, 8), (16384, 8, 128), (257, 6, 60), (4096, 8, 512), (0, 2, 8)]
+)
+def test_own_slots_are_those_of_counting_and_placing(tokens, top_k, experts):
+    ops = get_ops(DEVICE)
+    index = torch.rand(tokens, experts, device=DEVICE).topk(top_k, dim=-1).indices
+    routing = ops.count_routing(index, experts, 1)
+    expected = ops.slot_pairs(routing, routing.totals_X.unsqueeze(0), 0)
+    for got, wanted in zip(ops.own_slots(index, experts), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (60, 4), (512, 10)])
+def test_aux_loss_is_the_familys(experts, top_k, autocast, masked):
+    """bf16 logits have equals at the edge of the top-k: ours must choose those that torch's top-k chooses on CUDA."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func as theirs
+
+    from hf_fsdpturbo.kernels.aux_loss import one_pass
+
+    logits = [torch.randn(2048, experts, device=DEVICE).bfloat16() for _ in range(3)]
+    mask = (torch.rand(2, 1024, device=DEVICE) < 0.7).long() if masked else None
+    found = []
+    for function in (one_pass(theirs, DEVICE), theirs):
+        leaves = [each.clone().requires_grad_() for each in logits]
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            loss = function(tuple(leaves), experts, top_k, mask)
+        found.append([loss, *torch.autograd.grad(loss, leaves)])
+    # One other choice of a token changes it by more than 1e-6; bf16 probabilities may be rounded the other way.
+    assert relative(found[0][0], found[1][0]) < (1e-6 if autocast else 1e-3)
+    for got, wanted in zip(found[0][1:], found[1][1:], strict=True):
+        assert got.dtype == torch.bfloat16
+        assert relative(got, wanted) < (2**-8 if autocast else 2**-6)
