@@ -68,6 +68,11 @@ class SharedBatches:
         self.data_ranks = data_ranks
         self._said: set[str] = set()
 
+    def copy_beside(self, accelerator: Any, args: Any) -> None:
+        """Batches in pinned memory go to a CUDA device without the host waiting for it: see ``batches_ahead.py``."""
+        if args.device.type == "cuda" and args.dataloader_pin_memory:
+            accelerator.dataloader_config.non_blocking = True
+
     def read_on_every_rank(self, accelerator: Any, mesh: DeviceMesh) -> None:
         """Each rank reads its batches, and those that share one the same: its loader looks at the mesh's axis names.
 

@@ -24,6 +24,7 @@ from hf_fsdpturbo.ranks import raised_on_every_rank, together
 from hf_fsdpturbo.telemetry.metrics import Telemetry
 from hf_fsdpturbo.trainer import refusals, resumed_from, resuming, saving
 from hf_fsdpturbo.trainer.batches import SharedBatches
+from hf_fsdpturbo.trainer.batches_ahead import BatchesAhead
 from hf_fsdpturbo.trainer.evaluation import GatheredRows
 from hf_fsdpturbo.trainer.frozen_base import FrozenBase
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
@@ -83,6 +84,7 @@ class FSDPTurboTrainerMixin:
         self._frozen_base = FrozenBase(self, set_up)
         self._finite, self._set_up = NonFinite(self, set_up.config.on_nonfinite), set_up
         self._telemetry = Telemetry(self, set_up.config.fsdpturbo_metrics)
+        self._ahead = BatchesAhead(self, set_up.config.device.type != "cpu")
         self._hang, self._routers = HangWatch(set_up.config), RouterTraining(self, set_up.config)
         self._opened: Any = None  # shards of the checkpoint that is being resumed
         self.sharding_report = set_up.shard_models()
@@ -96,6 +98,7 @@ class FSDPTurboTrainerMixin:
         """Tell the data loader who shares a batch: it reads nothing but the axis names of this mesh."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         refusals.refuse_accelerate(self.accelerator)
+        self._batches.copy_beside(self.accelerator, self.args)
         if self.parallel_state is not None:
             self._batches.read_on_every_rank(self.accelerator, self.parallel_state.loader_mesh)
             self._rows = GatheredRows(self.accelerator, self._batches.cp_size)
@@ -139,12 +142,12 @@ class FSDPTurboTrainerMixin:
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
-        summed = self.args.average_tokens_across_devices
-        return self._batches.items(items, summed, self._rows)
+        return self._batches.items(items, self.args.average_tokens_across_devices, self._rows)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """A step's batches; telemetry times how long they take to come."""
-        return super().get_batch_samples(self._telemetry.batches(epoch_iterator), *args, **kwargs)  # type: ignore[misc]
+        """A step's batches, some fetched ahead; telemetry times how long they take to come."""
+        batches = self._ahead.of_step(epoch_iterator, self._telemetry.batches(epoch_iterator))
+        return super().get_batch_samples(batches, *args, **kwargs)  # type: ignore[misc]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         self._finite.log.added()
@@ -288,7 +291,6 @@ class FSDPTurboTrainerMixin:
         resuming.load_best_model(self, super()._load_best_model)  # type: ignore[misc]
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """One process only."""
         refusals.refuse_search(self.parallel_state)
         return super().hyperparameter_search(*args, **kwargs)  # type: ignore[misc]
 

@@ -282,8 +282,8 @@ class SetUp:
             grad_norm.warm_up(model)
             if trainer.args.enable_jit_checkpoint:
                 trainer.add_callback(AgreedStop(trainer))
-        trainer.add_callback(trainer._finite)
-        trainer.add_callback(trainer._telemetry)
+        for callback in (trainer._finite, trainer._ahead, trainer._telemetry):
+            trainer.add_callback(callback)
         text = ""
         if config.process_index == 0:
             trainable = [p for p in model.parameters() if p.requires_grad]

@@ -428,6 +428,14 @@ SET = (
         "Transformers agrees on the step",
     ),
     Row(
+        "accelerate.utils.DataLoaderConfiguration.non_blocking",
+        "set",
+        ("trainer/batches.py",),
+        "on CUDA with pinned memory: the copy of a batch does not make the host wait for the step before",
+        f"{ACCELERATE}::test_batches_are_copied_as_the_configuration_says",
+        "Trainer sets it where memory is pinned",
+    ),
+    Row(
         "accelerate.utils.DataLoaderConfiguration.dispatch_batches",
         "set",
         ("trainer/batches.py",),
