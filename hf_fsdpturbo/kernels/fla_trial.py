@@ -16,7 +16,7 @@ import torch
 
 from hf_fsdpturbo.arguments import CHUNK_SIZES
 from hf_fsdpturbo.kernels import fla
-from hf_fsdpturbo.kernels.gated_delta_rule import causal_conv1d as torch_conv
+from hf_fsdpturbo.kernels.causal_conv import causal_conv1d as torch_conv
 from hf_fsdpturbo.kernels.gated_delta_rule import chunk_gated_delta_rule as torch_rule
 
 TOLERANCE = 2e-2  # ||a-b||/||b||; bf16 rounding of the per-chunk states gives 3e-3 to 9e-3

@@ -1,15 +1,14 @@
-"""The gated delta rule and its causal convolution in plain PyTorch: any device, exact, packed documents kept apart.
+"""The gated delta rule in plain PyTorch: any device, exact, packed documents kept apart.
 
 Shape legend: B batch, S sequence, Hk / Hv key / value heads, G = Hv // Hk, Dk / Dv key / value head size,
-C chunk size, P number of chunks, M = B * Hv matrices, N documents of a flattened batch, W conv kernel width,
-Ch conv channels.
+C chunk size, P number of chunks, M = B * Hv matrices, N documents of a flattened batch.
 
 The recurrence, per value head, with state ``s`` [Dk, Dv] (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", eq. 10):
 
     s_t = exp(g_t) s_{t-1} + k_t (x) beta_t (v_t - (exp(g_t) s_{t-1})^T k_t)        o_t = s_t^T q_t / sqrt(Dk)
 
-is evaluated a chunk at a time (same paper, section 3.3): everything inside a chunk is a few matmuls and one triangular
-solve over all chunks at once; only the state walks from chunk to chunk.
+is evaluated a chunk at a time (same paper, section 3.3): everything inside a chunk is a few matmuls and one small
+triangular inverse over all chunks at once; only the state walks from chunk to chunk.
 
 Note [linear backward]: indexing ``x[:, :, i]`` and writing ``out[:, :, i] =`` in that walk makes the backward allocate
 one full-length zero tensor per chunk, so its time grows with the square of the length (Transformers 5.24 does this).
@@ -22,6 +21,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from hf_fsdpturbo.kernels.causal_conv import runs_of
+from hf_fsdpturbo.kernels.chunk_algebra import solved_by_inverse, unit_vectors
 from hf_fsdpturbo.kernels.state_walk import walk
 from hf_fsdpturbo.packing.documents import document_ids_from_cu_seqlens
 
@@ -30,14 +31,6 @@ _UNSUPPORTED = (
     "scale", "gk", "gv", "A_log", "dt_bias", "cp_context", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
     "allow_neg_eigval", "state_v_first",
 )  # fmt: skip
-L2NORM_EPS = 1e-6  # inside the square root, as in FLA and Transformers
-
-
-def _runs(document_ids: torch.Tensor) -> torch.Tensor:
-    """``[B, S]`` int64 index of the run of equal ids that each position is in; an id that comes back is a new run."""
-    starts = torch.zeros_like(document_ids, dtype=torch.int64)
-    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return starts.cumsum(1)
 
 
 def chunk_gated_delta_rule(
@@ -92,9 +85,8 @@ def chunk_gated_delta_rule(
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     with torch.autocast(query.device.type, enabled=False):  # it would round the walked state to bf16 at every chunk
         q, k, v, log_decay, write = (_to_chunks(x, chunk_size, dtype) for x in (query, key, value, g, beta))
-        if use_qk_l2norm_in_kernel:
-            q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2NORM_EPS) for x in (q, k))
-        q = q * query.shape[-1] ** -0.5
+        scale = query.shape[-1] ** -0.5
+        q, k = (unit_vectors(q, scale), unit_vectors(k)) if use_qk_l2norm_in_kernel else (q * scale, k)
         out, state = _chunked(q, k, v, log_decay, write, query.shape[1], initial_state, ids)
     return out.to(query.dtype), state if output_final_state else None
 
@@ -167,13 +159,12 @@ def _chunked(
     from_state = total.exp() * reads  # decay from the chunk's start; 0 where the state belongs to another document
     to_state = (total[..., -1:] - total).exp() * writes
 
-    # (I + L) u = beta v and (I + L) w = beta exp(total) k in one solve: u the new values, w how they read the state.
+    # (I + L) u = beta v and (I + L) w = beta exp(total) k: u the new values, w how they read the state.
     system = (k @ k.transpose(-1, -2)) * (pairwise * write.unsqueeze(-1))
-    right = torch.cat((v * write.unsqueeze(-1), k * (write * from_state).unsqueeze(-1)), -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    right = v * write.unsqueeze(-1), k * (write * from_state).unsqueeze(-1)
 
     # [P, B, Hk, G, ...] -> [P, M, ...]
-    new_values, old_reads = (x.flatten(1, 3) for x in solved.split((value_dim, key_dim), -1))
+    new_values, old_reads = (x.flatten(1, 3) for x in solved_by_inverse(system, *right))
     attention = ((q @ k.transpose(-1, -2)) * pairwise).flatten(1, 3)
     queries = (q * from_state.unsqueeze(-1)).flatten(1, 3)
     keys = (k * to_state.unsqueeze(-1)).flatten(1, 3)
@@ -203,7 +194,7 @@ def _masks(
         return causal, one, one, one[0]
     if document_ids.shape != (batch, length):
         raise ValueError(f"document ids are {tuple(document_ids.shape)}, expected [B, S] = [{batch}, {length}].")
-    runs = _runs(document_ids.to(device))
+    runs = runs_of(document_ids.to(device))
     padding = runs[:, -1:].expand(batch, num_chunks * chunk_size - length)
     chunks = torch.cat((runs, padding), 1).reshape(batch, num_chunks, chunk_size).transpose(0, 1)  # [P, B, C]
     last = chunks[..., -1]
@@ -212,77 +203,3 @@ def _masks(
     masks = same, chunks == before.unsqueeze(-1), chunks == last.unsqueeze(-1), last == before
     causal, reads, writes, keeps = (mask[:, :, None, None] for mask in masks)
     return causal, reads, writes, keeps
-
-
-def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    *,
-    document_ids: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    **_: object,
-) -> torch.Tensor:
-    """Depthwise causal convolution: ``out[t] = act(bias + sum_j weight[W-1-j] x[t-j])``.
-
-    Taps that would reach into another document, or before the row, read zero. Documents as in
-    :func:`chunk_gated_delta_rule`; ids shorter than S (a cache put earlier columns in front of x) are extended with
-    their first one. Arithmetic is in weight's dtype, sums over taps in float32.
-
-    Args:
-        x: ``[B, Ch, S]``.
-        weight: ``[Ch, W]``.
-        bias: ``[Ch]``.
-        activation: a name that Transformers knows.
-        document_ids, seq_idx: ``[B, S]`` or shorter.
-        cu_seqlens, cu_seq_lens_q: ``[N + 1]``, for B == 1.
-
-    Returns:
-        ``[B, Ch, S]`` in x's dtype.
-
-    Raises:
-        ValueError: ids that do not fit x.
-    """
-    length, width = x.shape[-1], weight.shape[-1]
-    ids = document_ids if document_ids is not None else seq_idx
-    cumulative = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
-    if ids is None and cumulative is not None:
-        ids = document_ids_from_cu_seqlens(cumulative, length)
-    if ids is None:
-        out = F.conv1d(x.to(weight.dtype), weight.unsqueeze(1), bias, padding=width - 1, groups=x.shape[1])
-        out = out[..., :length]
-    else:
-        if ids.shape[1] < length:
-            ids = torch.cat((ids[:, :1].expand(-1, length - ids.shape[1]), ids), 1)
-        if ids.shape != (x.shape[0], length):
-            raise ValueError(f"document ids are {tuple(ids.shape)}, expected [B, S] = [{x.shape[0]}, {length}].")
-        out = _conv_within_runs(x.to(weight.dtype), weight, bias, _runs(ids.to(x.device)))
-    if activation is not None:
-        out = _activation(activation, out)
-    return out.to(x.dtype)
-
-
-def _conv_within_runs(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, runs: torch.Tensor
-) -> torch.Tensor:
-    """One shifted multiply-add per tap: W is 4 in every model there is, so this stays cheap and needs no gather."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    out = wide * weight[:, -1:]
-    for shift in range(1, min(weight.shape[-1], x.shape[-1])):
-        same = F.pad(runs[:, shift:] == runs[:, :-shift], (shift, 0)).unsqueeze(1)
-        tap = weight.shape[-1] - 1 - shift
-        out = out + F.pad(wide[..., :-shift], (shift, 0)).masked_fill(~same, 0) * weight[:, tap : tap + 1]
-    if bias is not None:
-        out = out + bias.unsqueeze(-1)
-    return out.to(weight.dtype)
-
-
-def _activation(name: str, x: torch.Tensor) -> torch.Tensor:
-    if name in ("silu", "swish"):
-        return F.silu(x)
-    from transformers.activations import ACT2FN
-
-    return ACT2FN[name](x)

@@ -16,8 +16,9 @@ from torch import nn
 
 from hf_fsdpturbo.arguments import FLA_OPERATOR_NAMES, KernelParams
 from hf_fsdpturbo.kernels import fla
+from hf_fsdpturbo.kernels.causal_conv import causal_conv1d
 from hf_fsdpturbo.kernels.fla_trial import WORTH_SAYING, TrialSizes, trial
-from hf_fsdpturbo.kernels.gated_delta_rule import causal_conv1d, chunk_gated_delta_rule
+from hf_fsdpturbo.kernels.gated_delta_rule import chunk_gated_delta_rule
 from hf_fsdpturbo.kernels.rebinding import CONV, RECURRENT, RULE, linear_attention_layers, rebind, scope_of
 from hf_fsdpturbo.packing.documents import Documents, attach_documents
 from hf_fsdpturbo.ranks import everyone, from_node_leader, node, rank

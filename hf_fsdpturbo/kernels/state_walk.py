@@ -45,9 +45,15 @@ def walk(
     return out.unflatten(0, values.shape[:2]), state
 
 
+def minus_product(left: Tensor, right: Tensor) -> Tensor:
+    """``-(left @ right)`` of batches of matrices, in one pass."""
+    out = left.new_empty(len(left), left.shape[1], right.shape[2])
+    return out.baddbmm_(left, right, beta=0, alpha=-1)  # beta 0: what is there is not read
+
+
 def _steps(decays: Tensor, keys: Tensor, reads: Tensor, matrices: int) -> Tensor:
     """``A [P, M, Dk, Dk]``."""
-    taken = torch.bmm(keys.mT, reads).neg_()
+    taken = minus_product(keys.mT, reads)
     taken.diagonal(dim1=-2, dim2=-1).add_(decays.unsqueeze(-1))
     return taken.unflatten(0, (-1, matrices))
 
@@ -93,7 +99,7 @@ class _Walk(torch.autograd.Function):
         grad_values.baddbmm_(keys, after)
         return (
             grad_values,
-            torch.bmm(grad_values, before.mT).neg_(),
+            minus_product(grad_values, before.mT),
             torch.bmm(grad_out, corrections.mT),
             torch.bmm(grad_out, before.mT),
             torch.bmm(corrections, after.mT),

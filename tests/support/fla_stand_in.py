@@ -2,7 +2,8 @@
 
 import torch
 
-from hf_fsdpturbo.kernels.gated_delta_rule import causal_conv1d, chunk_gated_delta_rule
+from hf_fsdpturbo.kernels.causal_conv import causal_conv1d
+from hf_fsdpturbo.kernels.gated_delta_rule import chunk_gated_delta_rule
 from tests.support.linear_attention_model import install_module
 
 

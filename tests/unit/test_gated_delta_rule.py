@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hf_fsdpturbo.kernels import gated_delta_rule
-from hf_fsdpturbo.kernels.gated_delta_rule import causal_conv1d, chunk_gated_delta_rule
+from hf_fsdpturbo.kernels.causal_conv import causal_conv1d
+from hf_fsdpturbo.kernels.gated_delta_rule import chunk_gated_delta_rule
 from hf_fsdpturbo.kernels.state_walk import walk
 from hf_fsdpturbo.packing.documents import document_ids_from_cu_seqlens
 
