@@ -102,7 +102,7 @@ def _launch_config(file: LaunchFile | None) -> LaunchConfig:
     """
     named = variable(CONFIG_VARIABLE)
     file = file if named is None else read_early(Path(named))
-    return LaunchConfig() if file is None else LaunchConfig(path=str(file.path), fields=file.fields)
+    return LaunchConfig() if file is None else file.config
 
 
 def _checked_file(options: argparse.Namespace) -> LaunchFile | None:
