@@ -131,12 +131,14 @@ def refuse_impossible(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> N
     Raises:
         ValueError: as :func:`local_headers` where the config asks for very much; as :func:`check_links`.
     """
-    if os.path.isdir(path):
-        check_links(path)
+    given = os.path.join(path, "")  # as config_folder writes it
+    if os.path.isdir(given):
+        check_links(given)
     folder = config_folder(path, from_pretrained_kwargs)
-    for place in (path, folder):  # of an adapter and its base, of a subfolder, of a snapshot
+    for place in dict.fromkeys((given, folder)):  # of an adapter and its base, of a subfolder, of a snapshot
         if place is not None and os.path.isdir(place):
-            check_links(place)
+            if place != given:
+                check_links(place)
             check_small_files(place)
     config = raw_config(folder) if folder is not None and os.path.isdir(folder) else None
     if config is not None and asks_for_much(config):
