@@ -15,7 +15,7 @@ from hf_fsdpturbo.loading.config_values import CONFIG, asks_for_much, check_coun
 from hf_fsdpturbo.loading.hub_headers import hub_headers
 from hf_fsdpturbo.loading.open_files import Headers
 from hf_fsdpturbo.loading.small_files import check_small_files, weight_map
-from hf_fsdpturbo.quantisation import packed_as
+from hf_fsdpturbo.quantised.methods import packed_as
 from hf_fsdpturbo.quantised.packed_pairs import paired
 from hf_fsdpturbo.ranks import FAILURES, from_node_leader, node, rank
 

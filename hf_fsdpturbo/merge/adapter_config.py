@@ -9,7 +9,7 @@ from typing import Any
 from hf_fsdpturbo.bounded import check_path, cut, parse_json, read_text
 from hf_fsdpturbo.checkpoint.inside import check_link, check_links
 from hf_fsdpturbo.hub_names import cached_file, is_path, not_here
-from hf_fsdpturbo.quantisation import method_of, packed_as
+from hf_fsdpturbo.quantised.methods import method_of, packed_as
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TASKS = (None, "CAUSAL_LM", "SEQ_CLS")
