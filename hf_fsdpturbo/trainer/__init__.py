@@ -2,6 +2,7 @@
 
     mixin.py             the only class that overrides methods of Transformers' trainers
     set_up.py            what happens round the parent's ``__init__``
+    given_models.py      the models a trainer was given, replaced by sharded ones
     training.py          what happens round one call of ``train()``
     saving.py            checkpoints and Hub files
     resumed_from.py      which checkpoint a run goes on from

@@ -16,8 +16,8 @@ from hf_fsdpturbo.loading import files
 from hf_fsdpturbo.loading.config_values import asks_for_much, check_counts, check_dtypes, check_values
 from hf_fsdpturbo.loading.expert_numbers import check_expert_numbers
 from hf_fsdpturbo.loading.files import base_of_adapter, refuse_impossible, refuse_trusted_base, safetensors_header
+from hf_fsdpturbo.trainer.given_models import GivenModels
 from hf_fsdpturbo.trainer.rows import TokensInRange
-from hf_fsdpturbo.trainer.set_up import SetUp
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", "a\0b", "a//b", "..\\x", "a\nb"])
@@ -228,9 +228,9 @@ def test_training_goes_on_from_an_adapter_without_trust_in_its_base(tmp_path, be
     for name in beside:
         (tmp_path / name).write_text("{}")
     for config in ({"trust_remote_code": True}, {"model_init_kwargs": {"trust_remote_code": True}}):
-        set_up = SimpleNamespace(given={}, config=SimpleNamespace(**config))
+        models = GivenModels(type, {}, SimpleNamespace(**config), None, None)
         with pytest.raises(ValueError, match="names the base 'org/base': its code is not run"):
-            SetUp._load_adapter(set_up, str(tmp_path))
+            models._load_adapter(str(tmp_path))
 
 
 STATE = {"global_step": 3, "max_steps": 4, "epoch": 0.5, "log_history": [{"loss": 1.0}], "best_metric": None}
