@@ -19,12 +19,23 @@ def is_path(name: str) -> bool:
     return False
 
 
-def is_cached(name: str, files: tuple[str, ...], revision: Any = None) -> bool:
-    """Whether one of ``files`` of the Hub id ``name`` is in this machine's cache."""
+def cached_file(name: str, file: str, revision: Any = None) -> str | None:
+    """Path of a file of the Hub id ``name`` in this machine's cache, None where it is not; the Hub is not asked.
+
+    Args:
+        name: Hub id.
+        file: path inside its repository.
+        revision: branch, tag or commit; what is no text counts as main.
+    """
     from huggingface_hub import try_to_load_from_cache
 
-    wanted = revision if isinstance(revision, str) and revision else None
-    return any(isinstance(try_to_load_from_cache(name, file, revision=wanted), str) for file in files)
+    found = try_to_load_from_cache(name, file, revision=revision if isinstance(revision, str) else None)
+    return found if isinstance(found, str) else None  # also an object: the Hub has said that there is none
+
+
+def is_cached(name: str, files: tuple[str, ...], revision: Any = None) -> bool:
+    """Whether one of ``files`` of the Hub id ``name`` is in this machine's cache."""
+    return any(cached_file(name, file, revision or None) for file in files)
 
 
 def offline() -> bool:

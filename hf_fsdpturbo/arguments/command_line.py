@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hf_fsdpturbo.arguments.setting_texts import from_line
@@ -10,21 +10,24 @@ from hf_fsdpturbo.arguments.sources import PUBLIC_DEFAULTS
 from hf_fsdpturbo.bounded import cut, parse_yaml, read_text
 
 
-def words_by_name(arguments: Sequence[str]) -> dict[str, str | None]:
-    """Option -> the text after it, None where there is none; the last counts, and a dash is as good as an underscore.
+def options_on_line(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Every option as it is spelled, without ``--``, and the text after it; None where there is none.
 
     Args:
         arguments: ``--name text``, ``--name=text`` or ``--name``.
     """
-    found: dict[str, str | None] = {}
     for place, word in enumerate(arguments):
         head, equals, text = word.partition("=")
         if not head.startswith("--") or head == "--":
             continue
         following = arguments[place + 1] if place + 1 < len(arguments) else "--"
         alone = None if following.startswith("--") else following
-        found[head[2:].replace("-", "_")] = text if equals else alone
-    return found
+        yield head[2:], text if equals else alone
+
+
+def words_by_name(arguments: Sequence[str]) -> dict[str, str | None]:
+    """As :func:`options_on_line`, by name: the last of one counts, and a dash is as good as an underscore."""
+    return {name.replace("-", "_"): text for name, text in options_on_line(arguments)}
 
 
 def settings_on_line(arguments: Sequence[str]) -> dict[str, Any]:

@@ -74,8 +74,10 @@ def make_parser(prog: str, description: str) -> OneLineParser:
     return parser
 
 
-def accelerate_words(options: argparse.Namespace, file: LaunchFile | None, step: SlurmStep | None) -> list[str]:
-    """Options of ``accelerate launch``.
+def accelerate_words(
+    options: argparse.Namespace, file: LaunchFile | None, step: SlurmStep | None
+) -> tuple[list[str], int | None]:
+    """Options of ``accelerate launch``, and the processes over all machines; None where nothing says how many.
 
     Args:
         options: parsed by :func:`make_parser`.
@@ -87,12 +89,12 @@ def accelerate_words(options: argparse.Namespace, file: LaunchFile | None, step:
     """
     nnodes = options.nnodes or (step.nnodes if step else None) or (file.num_machines if file else 1)
     nproc = options.nproc or (file.num_processes // file.num_machines if file else None)
-    words = ["--config_file", str(file.path)] if file else []
+    words, world = ["--config_file", str(file.path)] if file else [], nproc and nproc * nnodes
     if nproc is None and nnodes > 1:
         raise ValueError(f"--nproc is needed with {nnodes} machines: how many processes run on each of them.")
-    if nproc is not None:
-        words += ["--multi_gpu"] if nproc * nnodes > 1 else []  # accelerate's word for one process a device
-        words += ["--num_processes", str(nproc * nnodes)]
+    if world is not None:
+        words += ["--multi_gpu"] if world > 1 else []  # accelerate's word for one process a device
+        words += ["--num_processes", str(world)]
     words += ["--num_machines", str(nnodes)]
     if nnodes == 1:
         for name in ("node_rank", "rdzv_endpoint"):
@@ -100,11 +102,12 @@ def accelerate_words(options: argparse.Namespace, file: LaunchFile | None, step:
                 raise ValueError(f"--{name} is for several machines. Give --nnodes as well, or leave it out.")
         # A free port: two runs on one machine do not meet.
         own_port = file is not None and file.main_process_port is not None
-        return words if own_port or nproc in (None, 1) else [*words, "--main_process_port", "0"]
+        return words if own_port or nproc in (None, 1) else [*words, "--main_process_port", "0"], world
     rank, head = _place(options, file, step)
     if rank >= nnodes:
         raise ValueError(f"--node_rank must be below the number of machines ({nnodes}), but it is {rank}.")
-    return [*words, "--machine_rank", str(rank), "--main_process_ip", head.host, "--main_process_port", str(head.port)]
+    words += ["--machine_rank", str(rank), "--main_process_ip", head.host, "--main_process_port", str(head.port)]
+    return words, world
 
 
 def _place(options: argparse.Namespace, file: LaunchFile | None, step: SlurmStep | None) -> tuple[int, Endpoint]:

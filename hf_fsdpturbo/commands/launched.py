@@ -65,10 +65,9 @@ def launch_command(name: str, options: argparse.Namespace, words: list[str]) -> 
     words, devices = with_shipped_recipe(name, words)
     if devices is not None and file is None:
         options = with_devices(options, devices, step)
-    launch = accelerate_words(options, file, step)
+    launch, world = accelerate_words(options, file, step)
     recipe = read_recipe(words)
     check_early(words, recipe)
-    world = int(launch[launch.index("--num_processes") + 1]) if "--num_processes" in launch else None
     check_before_ranks(words, recipe, _launch_config(file), world)
     check_by_parser(name, words, recipe)
     if file:
@@ -102,7 +101,7 @@ def _launch_config(file: LaunchFile | None) -> LaunchConfig:
     """
     named = variable(CONFIG_VARIABLE)
     file = file if named is None else read_early(Path(named))
-    return LaunchConfig() if file is None else LaunchConfig(path=str(file.path), fields=file.fields)
+    return LaunchConfig() if file is None else file.config
 
 
 def _checked_file(options: argparse.Namespace) -> LaunchFile | None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hf_fsdpturbo.arguments.command_line import options_on_line
 from hf_fsdpturbo.bounded import parse_yaml, read_text
 from hf_fsdpturbo.commands.data_file import FORMATS
 from hf_fsdpturbo.commands.known_names import unknown_names
@@ -182,17 +183,10 @@ def _value(words: Sequence[str], name: str) -> str | None:
     Raises:
         ValueError: ``--name`` is the last word or is followed by another option.
     """
-    spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
-    found = None
-    for index, word in enumerate(words):
-        head, equals, tail = word.partition("=")
-        if head not in spellings:
-            continue
-        following = words[index + 1] if index + 1 < len(words) else "--"
-        if not equals and following.startswith("--"):
-            raise ValueError(f"--{name}: a value is missing.")
-        found = tail if equals else following
-    return found
+    texts = [text for option, text in options_on_line(words) if option in (name, name.replace("_", "-"))]
+    if None in texts:
+        raise ValueError(f"--{name}: a value is missing.")
+    return texts[-1] if texts else None
 
 
 def _without_config(words: Sequence[str]) -> list[str]:

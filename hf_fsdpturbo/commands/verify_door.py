@@ -180,8 +180,7 @@ def _given(options: argparse.Namespace, words: list[str], recipe: dict[str, Any]
             check_yaml_fields(file.fields, file.path)
         except ValueError as error:
             raise ValueError(f"--accelerate_config: {error}") from error
-        given, processes = dict(file.fields), file.num_processes
-        launch = LaunchConfig(path=str(file.path), fields=file.fields)
+        given, processes, launch = dict(file.fields), file.num_processes, file.config
     if recipe or words:
         config = [] if options.config is None else ["--config", options.config]
         check_before_ranks(words, recipe, launch, None)

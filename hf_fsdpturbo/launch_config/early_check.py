@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hf_fsdpturbo.launch_config.accelerate_yaml import _our_fields, _refuse_foreign_config, read_plain
+from hf_fsdpturbo.launch_config.accelerate_yaml import LaunchConfig, _our_fields, _refuse_foreign_config, read_plain
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class LaunchFile:
     main_process_ip: str | None
     main_process_port: int | None
     fields: dict[str, Any]
+
+    @property
+    def config(self) -> LaunchConfig:
+        """What a rank reads our fields from: path and fields; the rest is accelerate's, and not read here."""
+        return LaunchConfig(path=str(self.path), fields=self.fields)
 
 
 def read_early(path: Path) -> LaunchFile:

@@ -14,8 +14,8 @@ from hf_fsdpturbo.checkpoint.inside import check_link, check_links, path_inside
 from hf_fsdpturbo.loading.config_values import CONFIG, asks_for_much, check_counts, raw_config
 from hf_fsdpturbo.loading.hub_headers import hub_headers
 from hf_fsdpturbo.loading.open_files import Headers
-from hf_fsdpturbo.loading.small_files import check_small_files
-from hf_fsdpturbo.quantisation import packed_as
+from hf_fsdpturbo.loading.small_files import check_small_files, weight_map
+from hf_fsdpturbo.quantised.methods import packed_as
 from hf_fsdpturbo.quantised.packed_pairs import paired
 from hf_fsdpturbo.ranks import FAILURES, from_node_leader, node, rank
 
@@ -131,12 +131,14 @@ def refuse_impossible(path: str, from_pretrained_kwargs: Mapping[str, Any]) -> N
     Raises:
         ValueError: as :func:`local_headers` where the config asks for very much; as :func:`check_links`.
     """
-    if os.path.isdir(path):
-        check_links(path)
+    given = os.path.join(path, "")  # as config_folder writes it
+    if os.path.isdir(given):
+        check_links(given)
     folder = config_folder(path, from_pretrained_kwargs)
-    for place in (path, folder):  # of an adapter and its base, of a subfolder, of a snapshot
+    for place in dict.fromkeys((given, folder)):  # of an adapter and its base, of a subfolder, of a snapshot
         if place is not None and os.path.isdir(place):
-            check_links(place)
+            if place != given:
+                check_links(place)
             check_small_files(place)
     config = raw_config(folder) if folder is not None and os.path.isdir(folder) else None
     if config is not None and asks_for_much(config):
@@ -219,13 +221,10 @@ def check_checkpoint_files(folder: str) -> Headers:
     if not os.path.isfile(index := os.path.join(folder, INDEX)):
         return {}
     check_link(folder, index)
-    content = read_json(index)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{index} has no weight_map of keys to file names. Copy the file again.")
-    names = sorted(set(weight_map.values()))
+    files = weight_map(index)
+    names = sorted(set(files.values()))
     headers = {name: safetensors_header(path_inside(folder, name, index)) for name in names}
-    for key, name in weight_map.items():
+    for key, name in files.items():
         if key not in headers[name]:
             raise ValueError(f"{os.path.join(folder, name)} lacks the key {cut(key)} that the index promises.")
     return headers

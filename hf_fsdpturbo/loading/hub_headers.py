@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hf_fsdpturbo.bounded import cut
-from hf_fsdpturbo.checkpoint.commit import read_json
 from hf_fsdpturbo.checkpoint.hub import INDEX, SINGLE
 from hf_fsdpturbo.checkpoint.inside import path_inside
 from hf_fsdpturbo.loading.open_files import Headers
+from hf_fsdpturbo.loading.small_files import weight_map
 from hf_fsdpturbo.ranks import FAILURES
 
 AT_ONCE = 8
@@ -50,11 +50,7 @@ def hub_headers(
         except EntryNotFoundError:
             if (index := fetch(INDEX)) is None:
                 return {}
-        content = read_json(index)
-        weight_map = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError(f"{index} has no weight_map of keys to file names. Copy the file again.")
-        names = sorted(set(weight_map.values()))
+        names = sorted(set(weight_map(index).values()))
         for name in names:
             path_inside(folder, name, index)
         with ThreadPoolExecutor(AT_ONCE) as threads:

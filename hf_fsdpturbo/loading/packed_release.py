@@ -17,8 +17,8 @@ from torch import nn
 
 from hf_fsdpturbo.checkpoint.unused import Carried
 from hf_fsdpturbo.loading.open_files import Headers, OpenFiles
-from hf_fsdpturbo.quantisation import dequantised_by
 from hf_fsdpturbo.quantised.block_scales import AT_ONCE, Packed
+from hf_fsdpturbo.quantised.methods import dequantised_by
 from hf_fsdpturbo.quantised.packed_weight import packed_weight
 from hf_fsdpturbo.ranks import rank
 

@@ -13,7 +13,7 @@ from hf_fsdpturbo.checkpoint.hub import INDEX
 from hf_fsdpturbo.checkpoint.inside import check_links, own_folder
 from hf_fsdpturbo.loading.config_values import CONFIG, raw_config
 from hf_fsdpturbo.loading.files import config_folder, local_headers
-from hf_fsdpturbo.quantisation import packed_as
+from hf_fsdpturbo.quantised.methods import packed_as
 
 FOLDER = "base"
 """Where it lies in the adapter's folder: readers of a model take every ``*.safetensors`` of a folder for weights."""

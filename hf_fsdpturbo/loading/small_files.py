@@ -6,6 +6,7 @@ import json
 import os
 
 from hf_fsdpturbo.bounded import DATA_BYTES, cut, read_text
+from hf_fsdpturbo.checkpoint.commit import read_json
 
 MAPPINGS = (
     "config.json",
@@ -37,3 +38,16 @@ def check_small_files(folder: str) -> None:
             raise ValueError(f"{path} is not valid JSON: {error}. Copy the file again.") from error
         if not isinstance(content, dict):
             raise ValueError(f"{path} must hold a mapping, but it is {cut(content)}. Copy the file again.")
+
+
+def weight_map(index: str) -> dict[str, str]:
+    """Key -> name of the weight file that holds it, as the index at this path says; names are not yet looked at.
+
+    Raises:
+        ValueError: it has no such mapping; names the index.
+    """
+    content = read_json(index)
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise ValueError(f"{index} has no weight_map of keys to file names. Copy the file again.")
+    return found

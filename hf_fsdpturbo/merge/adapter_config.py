@@ -8,8 +8,8 @@ from typing import Any
 
 from hf_fsdpturbo.bounded import check_path, cut, parse_json, read_text
 from hf_fsdpturbo.checkpoint.inside import check_link, check_links
-from hf_fsdpturbo.hub_names import is_path, not_here
-from hf_fsdpturbo.quantisation import method_of, packed_as
+from hf_fsdpturbo.hub_names import cached_file, is_path, not_here
+from hf_fsdpturbo.quantised.methods import method_of, packed_as
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TASKS = (None, "CAUSAL_LM", "SEQ_CLS")
@@ -127,11 +127,7 @@ def found_folder(word: str, file: str, argument: str, revision: Any = None) -> s
             raise ValueError(f"{argument} {cut(word)} is a folder without {file}. Correct the path.")
         check_link(word, os.path.join(word, file))
         return word
-    found = None
-    if not is_path(word):
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(word, file, revision=revision if isinstance(revision, str) else None)
-    if not isinstance(found, str):
+    found = None if is_path(word) else cached_file(word, file, revision)
+    if found is None:
         raise ValueError(not_here(argument, word, "folder, nor a Hub id in the cache"))
     return os.path.dirname(found)

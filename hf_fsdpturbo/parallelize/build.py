@@ -33,9 +33,9 @@ from hf_fsdpturbo.parallelize.quantise import filling_of, kept_of
 from hf_fsdpturbo.parallelize.same_model import check_same_model
 from hf_fsdpturbo.parallelize.scale_check import check_gradient_scale
 from hf_fsdpturbo.parallelize.trainer_family import model_loader
-from hf_fsdpturbo.quantisation import PackedAs, check_asked, packed_as
 from hf_fsdpturbo.quantised.asked import take
 from hf_fsdpturbo.quantised.filling import Filling, reading
+from hf_fsdpturbo.quantised.methods import PackedAs, check_asked, packed_as
 from hf_fsdpturbo.ranks import raised_on_every_rank
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from hf_fsdpturbo.expert_stacks import called_by, stack_names
 from hf_fsdpturbo.lora.adapter import trained_copies
 from hf_fsdpturbo.model_spec import find_experts
 from hf_fsdpturbo.parallelize.routed_experts import RoutedForward
-from hf_fsdpturbo.quantisation import PackedAs, dequantised_by
 from hf_fsdpturbo.quantised.asked import FourBit
 from hf_fsdpturbo.quantised.filling import Filling
 from hf_fsdpturbo.quantised.kept_release import Kept
+from hf_fsdpturbo.quantised.methods import PackedAs, dequantised_by
 from hf_fsdpturbo.sharding.expert_lora import base_module
 from hf_fsdpturbo.sharding.packed_experts import PackedExperts, has_packed_experts
 

@@ -18,7 +18,7 @@ from hf_fsdpturbo.parallelize.autocast import float32_parameters
 from hf_fsdpturbo.plan.planned_run import PlannedRun
 from hf_fsdpturbo.plan.released import released_file
 from hf_fsdpturbo.plan.storage import storage_note
-from hf_fsdpturbo.quantisation import method_of
+from hf_fsdpturbo.quantised.methods import method_of
 from hf_fsdpturbo.sharding.expert_fsdp import check_expert_shards
 from hf_fsdpturbo.sharding.expert_parallel import check_experts, is_plain_swiglu, shared_by_experts
 from hf_fsdpturbo.sharding.outer_fsdp import decoder_layers, head_alone

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hf_fsdpturbo.quantisation import PackedAs, packed_as
 from hf_fsdpturbo.quantised.block_scales import GROUP
+from hf_fsdpturbo.quantised.methods import PackedAs, packed_as
 
 GIB = 2**30
 _SCALE = 4  # bytes of an FP8 release's scale, float32

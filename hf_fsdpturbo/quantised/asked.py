@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_fsdpturbo import compat
-from hf_fsdpturbo.quantisation import SETTINGS, field_of, method_of, refuse_settings
+from hf_fsdpturbo.quantised.methods import SETTINGS, field_of, method_of, refuse_settings
 
 TYPES = ("nf4", "fp4")
 

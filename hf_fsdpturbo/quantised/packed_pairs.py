@@ -7,8 +7,8 @@ import os
 from typing import Any, NoReturn
 
 from hf_fsdpturbo.bounded import cut
-from hf_fsdpturbo.quantisation import PackedAs
 from hf_fsdpturbo.quantised.block_scales import GROUP, Packed
+from hf_fsdpturbo.quantised.methods import PackedAs
 
 Headers = dict[str, dict[str, Any]]
 FLOAT8 = ("F8_E4M3", "F8_E5M2")

@@ -2,8 +2,10 @@
 
     mixin.py             the only class that overrides methods of Transformers' trainers
     set_up.py            what happens round the parent's ``__init__``
+    given_models.py      the models a trainer was given, replaced by sharded ones
     training.py          what happens round one call of ``train()``
     saving.py            checkpoints and Hub files
+    staged_checkpoint.py one ``checkpoint-N`` while it is written
     resumed_from.py      which checkpoint a run goes on from
     resuming.py          filling model, optimizer, scheduler from it
     batches.py           what to count once where cp ranks share a batch

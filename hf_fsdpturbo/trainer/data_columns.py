@@ -14,7 +14,7 @@ from hf_fsdpturbo.parallelize.trainer_family import trl_classes
 from hf_fsdpturbo.ranks import raised_on_every_rank
 from hf_fsdpturbo.trainer.data_formats import converted
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
-from hf_fsdpturbo.trainer.rows import refuse_rows
+from hf_fsdpturbo.trainer.rows import part_name, refuse_rows
 
 FORMATS = "https://huggingface.co/docs/trl/dataset_formats"
 PREFERENCES = ("DPOTrainer", "RewardTrainer")
@@ -51,7 +51,7 @@ def convert_columns(trainer_class: type, given: GivenArguments, config: Any) -> 
     for name in ("train_dataset", "eval_dataset"):
         value, text = given.get(name), getattr(config, "dataset_text_field", "text")
         parts = value if _is_several(value) else {"": value}
-        found = {part: _converted(f"{name}{f' {part!r}' if part else ''}", data, text) for part, data in parts.items()}
+        found = {part: _converted(part_name(name, part), data, text) for part, data in parts.items()}
         if any(found[part] is not data for part, data in parts.items()):
             given[name] = type(value)(found) if _is_several(value) else found[""]
 
@@ -94,7 +94,7 @@ def refuse_columns(trainer_class: type, given: GivenArguments, config: Any) -> N
     for name in ("train_dataset", "eval_dataset"):
         value = given.get(name)
         for part, data in value.items() if _is_several(value) else [("", value)]:
-            where, columns = f"{name}{f' {part!r}' if part else ''}", getattr(data, "column_names", None)
+            where, columns = part_name(name, part), getattr(data, "column_names", None)
             if not isinstance(columns, list) or not columns or any(column in columns for column in PREPARED):
                 continue
             if "SFTTrainer" in families:

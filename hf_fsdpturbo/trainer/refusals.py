@@ -16,8 +16,8 @@ from hf_fsdpturbo.lora.adapter_files import is_adapter, is_peft
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
 from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.parallelize.trainer_family import trl_classes
-from hf_fsdpturbo.quantisation import refuse_quantised
 from hf_fsdpturbo.quantised.asked import asked_for
+from hf_fsdpturbo.quantised.methods import refuse_quantised
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
 
 PACKAGES_OF_REPORTS = {

@@ -18,7 +18,7 @@ from hf_fsdpturbo.loading.files import check_checkpoint_files
 from hf_fsdpturbo.lora import adapter_files
 from hf_fsdpturbo.parallelize.reload import reload_weights
 from hf_fsdpturbo.ranks import from_rank0, rank, together
-from hf_fsdpturbo.trainer.saving import SCHEDULER, TRAINER_STATE, sizes_of
+from hf_fsdpturbo.trainer.staged_checkpoint import SCHEDULER, TRAINER_STATE, sizes_of
 
 
 def load_model(trainer: Any, checkpoint: str, parents: Callable[[str], None]) -> SavedDirectory | None:

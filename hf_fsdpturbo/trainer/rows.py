@@ -86,7 +86,12 @@ def _data_sets(given: GivenArguments | dict[str, Any]) -> Iterator[tuple[str, An
         value = given.get(name)
         parts = value if isinstance(value, Mapping) else {"": value}
         for part, data in parts.items():
-            yield f"{name}{f' {part!r}' if part else ''}", data
+            yield part_name(name, part), data
+
+
+def part_name(argument: str, part: Any) -> str:
+    """A data set in words: ``eval_dataset 'code'`` of a mapping of several, ``eval_dataset`` alone without a part."""
+    return f"{argument}{f' {part!r}' if part else ''}"
 
 
 def _refuse_column(where: str, data: Any, column: str, is_text: bool) -> None:

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from hf_fsdpturbo.arguments import FSDPTurboArguments
-from hf_fsdpturbo.checkpoint import commit, dcp, dcp_save, facts, unused
+from hf_fsdpturbo.checkpoint import commit
 from hf_fsdpturbo.checkpoint.background import BackgroundSave
 from hf_fsdpturbo.checkpoint.hub import export_model
 from hf_fsdpturbo.checkpoint.writer import Writer
 from hf_fsdpturbo.lora import adapter_files
 from hf_fsdpturbo.lora.merged_export import export_merged
-from hf_fsdpturbo.ranks import (
-    FAILURES,
-    CheckpointError,
-    agree,
-    from_rank0,
-    raised_on_every_rank,
-    rank,
-    together,
-    world_size,
-)
-from hf_fsdpturbo.trainer.nonfinite import weights_not_finite
+from hf_fsdpturbo.ranks import CheckpointError, agree, from_rank0, raised_on_every_rank, rank, together
 from hf_fsdpturbo.trainer.saving_settings import check_settings
-
-TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
+from hf_fsdpturbo.trainer.staged_checkpoint import StagedCheckpoint, save_training_state
 
 
 class Saving:
@@ -162,94 +147,27 @@ class Saving:
             CheckpointError: on every rank, if one could not write; nothing is left in the way of the next save.
         """
         self.finish()
-        name = f"checkpoint-{self.trainer.state.global_step}"
-        with together(f"preparing {run_dir}"):
-            if self.leads:
-                commit.open_staging(run_dir, name, self.run)
-        with together(f"preparing {run_dir}"):
-            commit.wait_visible(os.path.join(commit.staging_dir(run_dir, self.run), name))
+        staged = StagedCheckpoint(self, run_dir)
+        staged.open()
         try:
-            self._save_staged(save, run_dir)
-            self._settle_best(run_dir, name)
-            found = self._weights(name)
+            staged.write(save)
+            staged.settle_best()
+            found = staged.weights()
             if self.background is None:
-                with together(f"finishing {name}"):
+                with together(f"finishing {staged.name}"):
                     if self.leads:
-                        self._commit(run_dir, name, found)
+                        staged.commit(found)
             else:
-                self.background.then(lambda: self._commit(run_dir, name, found))
+                self.background.then(lambda: staged.commit(found))
         except CheckpointError:
-            if self.leads:
-                shutil.rmtree(commit.staging_dir(run_dir), ignore_errors=True)  # a full disk needs the space
+            staged.clear()
             raise
         if self.trainer.args.push_to_hub:
-            self._push(os.path.join(run_dir, name))
-
-    def _save_staged(self, save: Callable[[], None], run_dir: str) -> None:
-        """What only one rank writes in the parent's method is agreed on after."""
-        error: BaseException | None = None
-        self.staging = commit.staging_dir(run_dir, self.run)
-        try:
-            save()
-        except CheckpointError:
-            raise
-        except FAILURES as caught:
-            error = caught
-        finally:
-            self.staging = None
-        agree(error, f"saving step {self.trainer.state.global_step}")
-
-    def _settle_best(self, run_dir: str, name: str) -> None:
-        """The best checkpoint may be the one just written: name it by where it will be, also in its own state file."""
-        staging, state = commit.staging_dir(run_dir, self.run), self.trainer.state
-        best = state.best_model_checkpoint
-        if best is None or not os.path.abspath(best).startswith(os.path.abspath(staging) + os.sep):
-            return
-        state.best_model_checkpoint = os.path.join(run_dir, os.path.basename(best))
-        with together(f"finishing {name}"):
-            if self.leads:
-                state.save_to_json(os.path.join(staging, name, TRAINER_STATE))
-
-    def _weights(self, name: str) -> dict[str, Any]:
-        """What the record of a checkpoint says of its weights: whether all are finite, else the first names."""
-        bad = weights_not_finite(self.trainer.model)
-        if bad and rank() == 0:
-            print(f"[hf_fsdpturbo] {name}: {len(bad)} tensors of the model are not finite: {bad[:5]}", flush=True)
-        return {"weights_finite": not bad, **({"weights_not_finite": bad[:100]} if bad else {})}
-
-    def _commit(self, run_dir: str, name: str, found: dict[str, Any]) -> None:
-        """One rank a folder: the rename, then rotation, which never touches the one just made or the best."""
-        if self.writer is not None and not self.writer.is_ours():
-            raise ValueError(f"output_dir: another run has taken over {run_dir}; {name} of this run is not written.")
-        step = int(name.rpartition("-")[2])
-        commit.commit(run_dir, name, {"step": step, "world_size": world_size(), **found}, self.run)
-        new, limit = os.path.join(run_dir, name), self.trainer.args.save_total_limit
-        commit.rotate(run_dir, limit, self.trainer.state.best_model_checkpoint, new)
+            self._push(os.path.join(run_dir, staged.name))
 
     def save_training_state(self, output_dir: str) -> None:
-        """Model (unless Hub files hold it) and optimizer as DCP shards, scheduler, topology.json."""
-        trainer = self.trainer
-        optimizer, directory = dcp.unwrap_optimizer(trainer.optimizer), os.path.join(output_dir, dcp.DCP_DIR)
-        with together(f"saving to {output_dir}"):
-            adapted = adapter_files.is_peft(trainer.model)
-            state = dcp.gather_state(trainer.model, optimizer, adapted)
-            in_hub_files = self.format == "hub" and not adapted
-            if in_hub_files:
-                state = {key: tensor for key, tensor in state.items() if not key.startswith("model.")}
-            if self.leads:
-                dcp.write_optimizer_json(trainer.model, optimizer, output_dir)
-                described = facts.describe(trainer.model, sizes_of(trainer), "hub" if in_hub_files else "dcp")
-                commit.write_json(os.path.join(output_dir, facts.TOPOLOGY_JSON), described)
-                if not adapted and self.format == "dcp":
-                    unused.keep_beside(trainer.model, output_dir)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torch warns whenever a scheduler is saved without its optimizer
-                    torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
-        if trainer.async_save:
-            timeout = timedelta(seconds=trainer.args.ddp_timeout)  # dist_timeout has set it
-            self.background = BackgroundSave(state, directory, timeout)
-        else:
-            dcp_save.save(state, directory, self.leads if self.each_node else None)
+        """As :func:`hf_fsdpturbo.trainer.staged_checkpoint.save_training_state`."""
+        save_training_state(self, output_dir)
 
     # Saves in the background
 
@@ -283,8 +201,3 @@ class Saving:
         args, in_progress = self.trainer.args, getattr(self.trainer, "push_in_progress", None)
         busy = in_progress is not None and not in_progress.is_done()
         return args.hub_strategy != "end" and (args.hub_always_push or not busy)
-
-
-def sizes_of(trainer: Any) -> dict[str, int] | None:
-    """Sizes of the trainer's run; None in one process."""
-    return None if trainer.parallel_state is None else trainer.parallel_state.topology.to_dict()

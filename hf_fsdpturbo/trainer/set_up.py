@@ -1,4 +1,4 @@
-"""``SetUp``: what happens round a parent trainer's ``__init__``: meshes, sharded models, warm-up, a summary."""
+"""``SetUp``: what happens round a parent trainer's ``__init__``: meshes before it, warm-up and a summary after it."""
 
 from __future__ import annotations
 
@@ -12,39 +12,29 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoProcessor, set_seed
+from transformers import set_seed
 from transformers.trainer_utils import enable_full_determinism
 
 from hf_fsdpturbo import compat, grad_norm, launch_config
 from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, settings_beside
-from hf_fsdpturbo.loading.files import base_of_adapter, refuse_trusted_base
-from hf_fsdpturbo.lora.adapter import config_of_files, fill_reference
-from hf_fsdpturbo.lora.adapter_files import ADAPTER_CONFIG, is_adapter, is_peft, load_adapter
 from hf_fsdpturbo.optim.one_pass import in_one_pass
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
-from hf_fsdpturbo.parallelize.build import build_model, shard_given_model
 from hf_fsdpturbo.parallelize.order import ShardingReport
-from hf_fsdpturbo.parallelize.trainer_family import default_arguments, trl_classes, trusts_code
-from hf_fsdpturbo.ranks import everyone, raised_on_every_rank, rank, together
+from hf_fsdpturbo.parallelize.trainer_family import default_arguments
+from hf_fsdpturbo.ranks import everyone, raised_on_every_rank, rank
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
 from hf_fsdpturbo.topology import Topology
 from hf_fsdpturbo.trainer import collective_calls
-from hf_fsdpturbo.trainer.chat_template import refuse_new_tokens, take_template
+from hf_fsdpturbo.trainer.chat_template import take_template
 from hf_fsdpturbo.trainer.data_columns import check_data
 from hf_fsdpturbo.trainer.given_arguments import GivenArguments
+from hf_fsdpturbo.trainer.given_models import GivenModels
 from hf_fsdpturbo.trainer.head_choice import HeadChoice
 from hf_fsdpturbo.trainer.output_place import open_output_dir
 from hf_fsdpturbo.trainer.planned_peak import PlannedPeak
-from hf_fsdpturbo.trainer.reference import (
-    add_reference,
-    hash_shards,
-    is_own_reference,
-    trainer_functions_replaced,
-)
+from hf_fsdpturbo.trainer.reference import hash_shards, trainer_functions_replaced
 from hf_fsdpturbo.trainer.refusals import (
     aux_loss_warning,
-    frozen_in_four_bits,
-    is_transformers_model,
     refuse_foreign_parameters,
     refuse_missing_packages,
     refuse_model,
@@ -52,7 +42,7 @@ from hf_fsdpturbo.trainer.refusals import (
     refuse_resizing,
     refuse_unsharded,
 )
-from hf_fsdpturbo.trainer.rows import rank0_first, refuse_pictures, some_rank_may_have_images
+from hf_fsdpturbo.trainer.rows import rank0_first
 from hf_fsdpturbo.trainer.sigterm import AgreedStop
 from hf_fsdpturbo.trainer.start_summary import start_lines
 
@@ -121,9 +111,7 @@ class SetUp:
         self.head = HeadChoice(trainer_class, given, config)
         self.topology = with_nodes(config.fsdpturbo_topology, config.ranks_per_node)
         self.parallel_state = self._meshes()
-        self.peft_model: nn.Module | None = None
-        self.is_own_reference = False
-        self.report: ShardingReport | None = None
+        self.models = GivenModels(trainer_class, given, config, self.parallel_state, self.head)
         self.peak = PlannedPeak(trainer_class, config, self.topology)
 
     def _meshes(self) -> FSDPTurboParallelState | None:
@@ -137,95 +125,17 @@ class SetUp:
         return FSDPTurboParallelState.initialize(sizes, self.config.device.type, timeout=timeout)
 
     def shard_models(self) -> ShardingReport | None:
-        """Replace ``ref_model`` and ``model`` in the parent's arguments by sharded ones.
-
-        With ``peft_config`` the parent gets the base model and takes our PEFT model from ``get_peft_model``.
-
-        Returns:
-            what was done to ``model``; None where none was given.
-        """
-        given, config, state = self.given, self.config, self.parallel_state
-        if state is not None:
-            refuse_new_tokens(given, config)
-        refuse_pictures(self.trainer_class, given)
-        with_images = state is not None and some_rank_may_have_images(given)
-        add_reference(self.trainer_class, given, config, state, with_images=with_images)
-        model = given.get("model")
-        packed = frozen_in_four_bits(given, config)
-        peft_config = given.get("peft_config") if state is not None or packed or isinstance(model, str) else None
-        self.is_own_reference = state is not None and is_own_reference(given)
-        if state is not None and is_adapter(model):
-            given["model"] = self._load_adapter(model, with_images)
-            self._used_up()
-            return self.report
-        more: dict[str, Any] = {"peft_config": peft_config, "head_unit": self.head.is_ours}
-        more["with_images"] = with_images
-        more["quantization_config"] = given.get("quantization_config")
-        if isinstance(model, str):
-            self._keep_revision(model)
-            model, self.report = build_model(self.trainer_class, model, config, state, **more)
-        elif is_transformers_model(model):
-            model, self.report = shard_given_model(model, config, state, with_reference=self.is_own_reference, **more)
-        if peft_config is not None and is_peft(model):
-            self.peft_model, model = model, cast(Any, model).get_base_model()
-        given["model"] = model
-        self._used_up()
-        return self.report
-
-    def _used_up(self) -> None:
-        """Take the trainer's ``quantization_config``: with a model object, TRL would warn or refuse."""
-        if self.given.get("quantization_config") is not None:
-            self.given["quantization_config"] = None
+        """As :meth:`GivenModels.shard`."""
+        return self.models.shard()
 
     def prepare_made(self, model: nn.Module) -> nn.Module:
-        """What ``model_init`` has made, in one process: as a model object that was given."""
-        if is_transformers_model(model):
-            model, self.report = shard_given_model(model, self.config, None)
-        return model
+        """As :meth:`GivenModels.prepare_made`."""
+        return self.models.prepare_made(model)
 
-    def _load_adapter(self, directory: str, with_images: bool = False) -> nn.Module:
-        """The base that an adapter's files name, sharded while it loads, and the adapter filled from them.
-
-        Raises:
-            ValueError: there is a second adapter; the files name no base or do not fit; on every rank.
-        """
-        with together(f"reading {directory}"):
-            if self.given.get("peft_config") is not None:
-                raise ValueError(
-                    f"model is an adapter ({directory}), and peft_config would add another one. Leave peft_config "
-                    "out, or merge the adapter first (merge_and_unload)."
-                )
-            base_of_adapter(directory)  # looks at the file before PEFT reads it
-            peft_config = config_of_files(directory)
-            base = peft_config.base_model_name_or_path
-            if not base:
-                raise ValueError(f"{directory}/{ADAPTER_CONFIG} has no base_model_name_or_path. Add it.")
-            refuse_trusted_base(directory, trusts_code(self.config), base)
-        model, self.report = build_model(
-            self.trainer_class,
-            base,
-            self.config,
-            self.parallel_state,
-            peft_config=peft_config,
-            with_images=with_images,
-            with_reference=self.is_own_reference,
-            quantization_config=self.given.get("quantization_config"),
-        )
-        with together(f"reading {directory}"):
-            load_adapter(model, directory)
-        if self.is_own_reference:
-            fill_reference(model)
-        return model
-
-    def _keep_revision(self, path: str) -> None:
-        """Load the tokenizer as TRL would: given a model object, it forgets the revision of the weights."""
-        kwargs = getattr(self.config, "model_init_kwargs", None) or {}
-        revision = kwargs.get("revision")
-        if revision and trl_classes(self.trainer_class) and self.given.get("processing_class") is None:
-            trust = getattr(self.config, "trust_remote_code", False)
-            self.given["processing_class"] = AutoProcessor.from_pretrained(
-                path, revision=revision, trust_remote_code=trust
-            )
+    @property
+    def report(self) -> ShardingReport | None:
+        """What was done to ``model``."""
+        return self.models.report
 
     @contextlib.contextmanager
     def parent_arguments(self) -> Iterator[GivenArguments]:
@@ -234,15 +144,15 @@ class SetUp:
         functions: dict[str, Any] = {"global_then_local_main_first": rank0_first}
         if self.parallel_state is not None:
             functions["hash_module"], functions["clone_chat_template"] = hash_shards, take_template
-        if self.peft_model is not None:
-            functions["get_peft_model"] = lambda model, config, **kwargs: self.peft_model
+        if self.models.peft_model is not None:
+            functions["get_peft_model"] = lambda model, config, **kwargs: self.models.peft_model
         init_kwargs = getattr(config, "model_init_kwargs", None)
         if hasattr(config, "model_init_kwargs"):
             config.model_init_kwargs = None  # used up; TRL would warn that a model object ignores it
         saves_on_sigterm = self.parallel_state is not None and config.enable_jit_checkpoint
         if saves_on_sigterm:
             config.enable_jit_checkpoint = False  # see AgreedStop
-        if self.is_own_reference:
+        if self.models.is_own_reference:
             self.given.get("model").add_adapter = lambda *args, **kwargs: None  # it is there, made before sharding
         try:
             what = f"setting up {self.trainer_class.__name__}"
@@ -253,7 +163,7 @@ class SetUp:
                 config.model_init_kwargs = init_kwargs
             if saves_on_sigterm:
                 config.enable_jit_checkpoint = True
-            if self.is_own_reference:
+            if self.models.is_own_reference:
                 del self.given.get("model").add_adapter
 
     def optimizer(self, trainer: Any, make: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdpturbo.bounded import parse_json, read_text
-from hf_fsdpturbo.hub_names import is_path, not_here
+from hf_fsdpturbo.hub_names import cached_file, is_path, not_here
 from hf_fsdpturbo.plan.released import released_file
 
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -23,10 +23,8 @@ def read_values(model: str) -> dict[str, Any]:
     path = released_file(model) or Path(model)
     if path.is_dir():
         path = path / "config.json"
-    elif not path.is_file() and not is_path(model):
-        from huggingface_hub import try_to_load_from_cache
-
-        path = Path(str(try_to_load_from_cache(model, "config.json")))
+    elif not path.is_file() and not is_path(model) and (found := cached_file(model, "config.json")):
+        path = Path(found)
     if not path.is_file():
         kinds = "shipped name (hf-fsdpturbo plan --help), config.json, folder with one, or Hub id in the cache"
         raise ValueError(not_here("MODEL", model, kinds))

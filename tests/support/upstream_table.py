@@ -538,7 +538,7 @@ SET = (
     Row(
         "transformers.TrainerState.best_model_checkpoint",
         "set",
-        ("trainer/saving.py",),
+        ("trainer/staged_checkpoint.py",),
         "it names the folder after the rename, not staging",
         "test_upstream_table.py::test_every_name_exists",
         STAYS,

@@ -12,11 +12,12 @@ import pytest
 from hf_fsdpturbo.checkpoint import commit
 from hf_fsdpturbo.checkpoint.inside import check_links, own_folder, path_inside
 from hf_fsdpturbo.checkpoint.state_file import check_state
+from hf_fsdpturbo.loading import files
 from hf_fsdpturbo.loading.config_values import asks_for_much, check_counts, check_dtypes, check_values
 from hf_fsdpturbo.loading.expert_numbers import check_expert_numbers
 from hf_fsdpturbo.loading.files import base_of_adapter, refuse_impossible, refuse_trusted_base, safetensors_header
+from hf_fsdpturbo.trainer.given_models import GivenModels
 from hf_fsdpturbo.trainer.rows import TokensInRange
-from hf_fsdpturbo.trainer.set_up import SetUp
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", "a\0b", "a//b", "..\\x", "a\nb"])
@@ -74,6 +75,29 @@ def test_small_files_are_mappings(tmp_path, content):
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"tokenizer_config\.json"):
         refuse_impossible(str(tmp_path), {})
+
+
+@pytest.mark.parametrize("inner", ["", "inner"])
+def test_a_folder_is_looked_at_once(tmp_path, monkeypatch, inner):
+    """Every rank looks at its start; the folder itself before the config in it, or in a subfolder, is sought."""
+    (tmp_path / inner).mkdir(exist_ok=True)
+    (tmp_path / inner / "config.json").write_text("{}")
+    looked = []
+
+    def noted(name, own, path, *more):
+        looked.append((name, path))
+        return own(path, *more)
+
+    for name in ("check_links", "check_small_files", "config_folder"):
+        monkeypatch.setattr(files, name, partial(noted, name, getattr(files, name)))
+    for given in (str(tmp_path), f"{tmp_path}/"):
+        looked.clear()
+        refuse_impossible(given, {"subfolder": inner})
+        places = [os.path.realpath(place) for _, place in looked]
+        whole, part = str(tmp_path), str(tmp_path / inner)
+        wanted = [("check_links", whole), ("config_folder", whole), ("check_small_files", whole)]
+        wanted += [("check_links", part), ("check_small_files", part)] if inner else []
+        assert [(name, place) for (name, _), place in zip(looked, places, strict=True)] == wanted
 
 
 def test_staging_is_no_link(tmp_path):
@@ -204,9 +228,9 @@ def test_training_goes_on_from_an_adapter_without_trust_in_its_base(tmp_path, be
     for name in beside:
         (tmp_path / name).write_text("{}")
     for config in ({"trust_remote_code": True}, {"model_init_kwargs": {"trust_remote_code": True}}):
-        set_up = SimpleNamespace(given={}, config=SimpleNamespace(**config))
+        models = GivenModels(type, {}, SimpleNamespace(**config), None, None)
         with pytest.raises(ValueError, match="names the base 'org/base': its code is not run"):
-            SetUp._load_adapter(set_up, str(tmp_path))
+            models._load_adapter(str(tmp_path))
 
 
 STATE = {"global_step": 3, "max_steps": 4, "epoch": 0.5, "log_history": [{"loss": 1.0}], "best_metric": None}

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_fsdpturbo.loading.open_files import OpenFiles
-from hf_fsdpturbo.quantisation import PackedAs, check_asked, packed_as, refuse_settings
 from hf_fsdpturbo.quantised import block_scales
+from hf_fsdpturbo.quantised.methods import PackedAs, check_asked, packed_as, refuse_settings
 from hf_fsdpturbo.quantised.packed_pairs import paired
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -15,6 +15,7 @@ from hf_fsdpturbo import FSDPTurboTrainerMixin
 from hf_fsdpturbo.checkpoint import commit, writer
 from hf_fsdpturbo.checkpoint.writer import CLAIM, Writer
 from hf_fsdpturbo.trainer import saving
+from hf_fsdpturbo.trainer.staged_checkpoint import StagedCheckpoint
 
 
 class Loop:
@@ -122,11 +123,12 @@ def test_s3_the_owner_keeps_its_claim_fresh_and_notices_that_it_lost_it(tmp_path
 
 def test_s3_a_run_that_was_taken_over_does_not_commit(tmp_path):
     trainer = Trainer(tmp_path)
+    trainer.state = SimpleNamespace(global_step=1)
     trainer._saving.begin()
     commit.open_staging(str(tmp_path), "checkpoint-1", trainer._saving.run)
     (tmp_path / CLAIM).write_text(json.dumps({"run": "another"}))
     with pytest.raises(ValueError, match="taken over"):
-        trainer._saving._commit(str(tmp_path), "checkpoint-1", {})
+        StagedCheckpoint(trainer._saving, str(tmp_path)).commit({})
     assert commit.checkpoints(str(tmp_path)) == []
 
 

@@ -63,16 +63,15 @@ def test_the_tokenizer_comes_from_the_revision_of_the_weights(monkeypatch):
     from types import SimpleNamespace
 
     from hf_fsdpturbo import FSDPTurboSFTTrainer, FSDPTurboTrainer
-    from hf_fsdpturbo.trainer import set_up
+    from hf_fsdpturbo.trainer import given_models
 
     asked = []
-    monkeypatch.setattr(set_up.AutoProcessor, "from_pretrained", lambda path, **kwargs: asked.append((path, kwargs)))
+    processor = given_models.AutoProcessor
+    monkeypatch.setattr(processor, "from_pretrained", lambda path, **kwargs: asked.append((path, kwargs)))
 
     def ask(trainer_class, given, **init_kwargs):
-        made = set_up.SetUp.__new__(set_up.SetUp)
-        made.trainer_class, made.given = trainer_class, given
-        made.config = SimpleNamespace(model_init_kwargs=init_kwargs or None, trust_remote_code=False)
-        made._keep_revision("somebody/moe")
+        config = SimpleNamespace(model_init_kwargs=init_kwargs or None, trust_remote_code=False)
+        given_models.GivenModels(trainer_class, given, config, None, None)._keep_revision("somebody/moe")
 
     ask(FSDPTurboSFTTrainer, {}, revision="abc123")
     assert asked == [("somebody/moe", {"revision": "abc123", "trust_remote_code": False})]

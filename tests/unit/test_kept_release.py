@@ -16,9 +16,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from hf_fsdpturbo.loading.seam import load_whole
 from hf_fsdpturbo.parallelize.adapter_of_load import Adapter
 from hf_fsdpturbo.parallelize.quantise import kept_of
-from hf_fsdpturbo.quantisation import PackedAs
 from hf_fsdpturbo.quantised import mxfp4
 from hf_fsdpturbo.quantised.kept_release import Kept
+from hf_fsdpturbo.quantised.methods import PackedAs
 from hf_fsdpturbo.quantised.packed_weight import packed_weight
 from hf_fsdpturbo.quantised.released_weight import ReleasedWeight
 from tests.support import packed_releases

@@ -30,7 +30,7 @@ from hf_fsdpturbo.plan.released import released_names
 from hf_fsdpturbo.plan.search import fits
 from hf_fsdpturbo.plan.shape import check_fits, shape_of, shape_of_config
 from hf_fsdpturbo.plan.storage import packed_bytes, storage_note
-from hf_fsdpturbo.quantisation import PackedAs
+from hf_fsdpturbo.quantised.methods import PackedAs
 from hf_fsdpturbo.topology import Topology
 from tests.models_recipes.planned import devices_and_memory
 from tests.models_recipes.planned import run_of as recipe_run

@@ -1,4 +1,4 @@
-"""What is said of quantised weights, in a setting, a checkpoint's config, a model object: dequantised, or refused."""
+"""How weights are said to be quantised in a setting, a release's config, a model object: dequantised, or refused."""
 
 from __future__ import annotations
 
