@@ -145,6 +145,9 @@ def test_aux_loss_is_the_familys(experts, top_k, autocast, masked):
         found.append([loss, *torch.autograd.grad(loss, leaves)])
     # One other choice of a token changes it by more than 1e-6; bf16 probabilities may be rounded the other way.
     assert relative(found[0][0], found[1][0]) < (1e-6 if autocast else 1e-3)
-    for got, wanted in zip(found[0][1:], found[1][1:], strict=True):
+    wide = [each.double().requires_grad_() for each in logits]
+    exact = torch.autograd.grad(theirs(tuple(wide), experts, top_k, mask), wide)
+    for got, wanted, truth in zip(found[0][1:], found[1][1:], exact, strict=True):
         assert got.dtype == torch.bfloat16
-        assert relative(got, wanted) < (2**-8 if autocast else 2**-6)
+        # What is left of a gradient is a small difference: theirs, of bf16 probabilities, is up to 5 % off.
+        assert relative(got, truth) < max(2**-8, 1.02 * relative(wanted, truth))
