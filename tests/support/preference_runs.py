@@ -89,7 +89,8 @@ def against_one_process(
 ) -> dict[str, tuple[Record, Record, Record | None]]:
     """All jobs in one spawn, then their references, each in one plain process (as ``sharded_and_reference`` does).
 
-    With ``yardstick`` the third record is a second reference whose experts are computed one by one.
+    With ``yardstick`` the third record is a second reference: its experts are computed one by one, and its weights
+    begin half an ulp away. How far it ends from the first says how well conditioned each tensor is.
     """
     from tests.support.spawn import run_plain_jobs, run_ranks
 
@@ -97,7 +98,7 @@ def against_one_process(
     merged = [merge_batches([records[index] for records in by_rank]) for index in range(len(jobs))]
     work = [(job, world_size, batches) for job, batches in zip(jobs.values(), merged, strict=True)]
     if yardstick:
-        work += [(_eager(job), world_size, batches) for job, _, batches in work]
+        work += [(_moved(job), world_size, batches) for job, _, batches in work]
     references = run_plain_jobs(plain_references, work, timeout=timeout)
     seconds = references[len(jobs) :] if yardstick else [None] * len(jobs)
     for index, record in enumerate(by_rank[0]):
@@ -106,9 +107,15 @@ def against_one_process(
     return dict(zip(jobs, triples, strict=True))
 
 
-def _eager(job: Preference) -> Preference:
+def _moved(job: Preference) -> Preference:
     kwargs = {**job.run.model_kwargs, "experts_implementation": "eager"}
-    return replace(job, run=replace(job.run, model_kwargs=kwargs))
+    return replace(job, run=replace(job.run, model_kwargs=kwargs, before_train=_move))
+
+
+def _move(trainer: Any) -> None:
+    from hf_fsdpturbo.verify.random_weights import move_by_half_an_ulp
+
+    move_by_half_an_ulp(trainer.model)
 
 
 def evaluated(job: Preference, turbo: bool, fault: bool = False) -> dict[str, float]:
