@@ -192,7 +192,7 @@ class SetUp:
             grad_norm.warm_up(model)
             if trainer.args.enable_jit_checkpoint:
                 trainer.add_callback(AgreedStop(trainer))
-        for callback in (trainer._finite, trainer._ahead, trainer._telemetry):
+        for callback in (trainer._ahead, trainer._finite, trainer._telemetry):  # batches before anyone waits
             trainer.add_callback(callback)
         text = ""
         if config.process_index == 0:

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 from hf_fsdpturbo import FSDPTurboTrainingArguments
 from hf_fsdpturbo.trainer.mixin import FSDPTurboTrainerMixin
+from hf_fsdpturbo.trainer.nonfinite import NonFinite
 from tests.support.tiny_models import tiny_model
 
 ROWS = 11  # with 2 a batch: the last one is short
@@ -96,6 +97,19 @@ def test_the_same_batches_in_the_same_steps(case, stream, tmp_path):
     assert ours.data_collator.count == plain.data_collator.count, "none is fetched that plain does not fetch"
     if case in ("each", "some steps"):
         assert sum(a > b for a, b in zip(ours.collated, plain.collated, strict=True)) >= 4, "most were fetched ahead"
+
+
+def test_they_are_fetched_before_anything_waits(tmp_path, monkeypatch):
+    """What is said of losses that are not finite is read from the device at the same step's end."""
+    found, counts = NonFinite._found, []
+
+    def noted(self: Any) -> Any:
+        counts.append(self.trainer.data_collator.count)
+        return found(self)
+
+    monkeypatch.setattr(NonFinite, "_found", noted)
+    ours = run(Ours, tmp_path, Dataset.from_list(rows()), num_train_epochs=1)
+    assert counts[: len(ours.collated)] == ours.collated, "as many as at the log line"
 
 
 def test_a_step_that_saves_fetches_nothing(tmp_path):
