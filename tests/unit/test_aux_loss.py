@@ -117,6 +117,11 @@ def test_what_ours_does_not_know_runs_theirs():
     assert torch.is_tensor(function(logits, 4, 2, torch.ones(2, 3)))
 
 
+def test_a_compiled_model_keeps_theirs(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert aux_loss.one_pass(lambda *arguments: "theirs", "cpu")(tuple(draw(2, 6, 4)), 4, 2) == "theirs"
+
+
 def test_a_second_backward_through_it_is_refused():
     logits = [each.requires_grad_() for each in draw(1, 6, 4)]
     loss = aux_loss.one_pass(modeling_mixtral.load_balancing_loss_func, "cpu")(tuple(logits), 4, 2)
