@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.test_reward import two_columns
 from tests.support.compare import compare
-from tests.support.preference_runs import Preference, _eager, pairs, plain_references, turbo_ranks
+from tests.support.preference_runs import Preference, moved_reference, pairs, plain_references, turbo_ranks
 from tests.support.reference_run import Run, merge_batches
 from tests.support.spawn import run_plain_jobs, run_ranks
 
@@ -16,12 +16,12 @@ ACCUMULATE = {"gradient_accumulation_steps": 2}
 
 
 def against_one_process(jobs):
-    """name -> (record, reference, reference with experts one by one); a cp group's batches count once."""
+    """name -> (record, reference, moved reference); a cp group's batches count once."""
     by_rank = run_ranks(turbo_ranks, WORLD, list(jobs.values()), timeout=250)
     merged = [merge_batches([records[index] for records in by_rank[::CP_SIZE]]) for index in range(len(jobs))]
     work = [(job, WORLD // CP_SIZE, batches) for job, batches in zip(jobs.values(), merged, strict=True)]
-    eager = [(_eager(job), world, batches) for job, world, batches in work]
-    references = run_plain_jobs(plain_references, work + eager, timeout=250)
+    moved = [(moved_reference(job), world, batches) for job, world, batches in work]
+    references = run_plain_jobs(plain_references, work + moved, timeout=250)
     return dict(zip(jobs, zip(by_rank[0], references[: len(jobs)], references[len(jobs) :], strict=True), strict=True))
 
 

@@ -98,7 +98,7 @@ def against_one_process(
     merged = [merge_batches([records[index] for records in by_rank]) for index in range(len(jobs))]
     work = [(job, world_size, batches) for job, batches in zip(jobs.values(), merged, strict=True)]
     if yardstick:
-        work += [(_moved(job), world_size, batches) for job, _, batches in work]
+        work += [(moved_reference(job), world_size, batches) for job, _, batches in work]
     references = run_plain_jobs(plain_references, work, timeout=timeout)
     seconds = references[len(jobs) :] if yardstick else [None] * len(jobs)
     for index, record in enumerate(by_rank[0]):
@@ -107,7 +107,8 @@ def against_one_process(
     return dict(zip(jobs, triples, strict=True))
 
 
-def _moved(job: Preference) -> Preference:
+def moved_reference(job: Preference) -> Preference:
+    """The yardstick of :func:`against_one_process`."""
     kwargs = {**job.run.model_kwargs, "experts_implementation": "eager"}
     return replace(job, run=replace(job.run, model_kwargs=kwargs, before_train=_move))
 
