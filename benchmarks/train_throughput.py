@@ -43,6 +43,7 @@ def arguments():
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
     parser.add_argument("--recompute", default="full", help="turbo only, with --checkpointing: full or selective")
     parser.add_argument("--liger", action="store_true", help="liger's rope and rms_norm")
+    parser.add_argument("--liger-experts", action="store_true", help="trl only, with --liger: its fused MoE")
     parser.add_argument("--profile", default=None, help="write a breakdown of one step's GPU time to this file")
     parser.add_argument("--trace", default=None, help="with --profile: that step for chrome://tracing (.json.gz)")
     parser.add_argument("--out", default=None, help="append the JSON line to this file")
@@ -192,7 +193,7 @@ def make_trainer(a, config, meter, world):
         lr_scheduler_type="constant", use_cpu=not ON_GPU,
     )  # fmt: skip
     if a.liger:
-        off = dict(swiglu=False, cross_entropy=False, fused_linear_cross_entropy=False)
+        off = dict(swiglu=a.liger_experts, cross_entropy=False, fused_linear_cross_entropy=False)
         common |= dict(use_liger_kernel=True, liger_kernel_config=dict(rope=True, rms_norm=True, **off))
     init = dict(dtype=a.dtype, attn_implementation="sdpa", experts_implementation="grouped_mm")
     data = dict(train_dataset=make_dataset(a, config, world), callbacks=[meter])
