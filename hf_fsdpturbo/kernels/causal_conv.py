@@ -65,13 +65,13 @@ def causal_conv1d(
             ids = torch.cat((ids[:, :1].expand(-1, length - ids.shape[1]), ids), 1)
         if ids.shape != (x.shape[0], length):
             raise ValueError(f"document ids are {tuple(ids.shape)}, expected [B, S] = [{x.shape[0]}, {length}].")
-        out = _conv_withinruns_of(x.to(weight.dtype), weight, bias, runs_of(ids.to(x.device)))
+        out = _conv_within_runs(x.to(weight.dtype), weight, bias, runs_of(ids.to(x.device)))
     if activation is not None:
         out = _activation(activation, out)
     return out.to(x.dtype)
 
 
-def _conv_withinruns_of(
+def _conv_within_runs(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, runs: torch.Tensor
 ) -> torch.Tensor:
     """One shifted multiply-add per tap: W is 4 in every model there is, so this stays cheap and needs no gather."""
