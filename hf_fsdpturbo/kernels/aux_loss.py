@@ -128,7 +128,7 @@ def _replace(model: nn.Module, scope: dict[str, Any], device_type: str) -> tuple
     if getattr(theirs, "__module__", None) != __name__:  # else ours, of another model in this process
         try:
             off = distance(one_pass(theirs, device_type), theirs, device_type)
-        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
             return None, f"{where}: its own, since the trial of ours failed ({type(error).__name__}: {error})"
         if not off < TOLERANCE:
             return None, f"{where}: its own, since ours is off by {off:.1e}"

@@ -202,6 +202,7 @@ def test_a_failing_rank_asks_nobody_about_a_background_save(monkeypatch):
             self._hang, self._set_up = SimpleNamespace(end=lambda: None), SimpleNamespace(peak=Mock())
             self._saving = saving.Saving(self, SimpleNamespace(checkpoint_format=None, verify_checkpoint=True))
             self._frozen_base = SimpleNamespace(check=lambda: None)
+            self._finite = Mock()
 
     waited = []
     trainer = Trainer()
@@ -251,6 +252,7 @@ def test_true_from_a_command_line_means_the_newest(monkeypatch):
             self._hang, self._set_up = SimpleNamespace(end=lambda: None), SimpleNamespace(peak=Mock())
             self._saving = saving.Saving(self, SimpleNamespace(checkpoint_format=None, verify_checkpoint=True))
             self._frozen_base = SimpleNamespace(check=lambda: None)
+            self._finite = Mock()
             self.args = SimpleNamespace(
                 save_on_each_node=False, push_to_hub=False, output_dir="run", save_strategy="no"
             )

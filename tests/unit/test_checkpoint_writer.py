@@ -34,6 +34,7 @@ class Trainer(FSDPTurboTrainerMixin, Loop):
         self._saving = saving.Saving(self, SimpleNamespace(checkpoint_format=None, verify_checkpoint=True))
         self._frozen_base = SimpleNamespace(check=lambda: None)
         self._hang = SimpleNamespace(end=lambda: None)
+        self._finite = SimpleNamespace(log=SimpleNamespace(added=lambda: None))
         self._set_up = SimpleNamespace(peak=SimpleNamespace(say_measured=lambda: None))
 
 
