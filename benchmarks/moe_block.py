@@ -107,8 +107,7 @@ def floor(x, weights, gate_up, down, index, ops):
     """Milliseconds by name: the six grouped matmuls (torch's, and those that ops takes), and each of our kernels."""
     experts, top_k = gate_up.shape[0], index.shape[1]
     gate_up, down, x = gate_up.detach(), down.detach(), x.detach()
-    routing = ops.count_routing(index, experts, 1)
-    slots, ends = ops.slot_pairs(routing, routing.totals_X.unsqueeze(0), 0)
+    slots, ends = ops.own_slots(index, experts)
     S, D, F = index.numel(), x.shape[1], down.shape[2]
     rows, hidden, active, back = (x.new_empty(S, n) for n in (D, 2 * F, F, D))
     for tensor in (rows, hidden, active, back):
@@ -127,8 +126,7 @@ def floor(x, weights, gate_up, down, index, ops):
         }
 
     others = {
-        "count + place": (1, lambda: ops.count_routing(index, experts, 1)),
-        "slots": (1, lambda: ops.slot_pairs(routing, routing.totals_X.unsqueeze(0), 0)),
+        "slots": (1, lambda: ops.own_slots(index, experts)),
         "scatter rows": (3, lambda: ops.scatter_rows(x, slots, rows)),
         "gather sum": (2, lambda: ops.gather_sum(rows, slots, out)),
         "swiglu": (1, lambda: ops.swiglu(hidden, weights_S)),

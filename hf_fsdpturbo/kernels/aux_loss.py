@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from hf_fsdpturbo.kernels.accelerator_set import Applied
 from hf_fsdpturbo.kernels.rebinding import Undo, bind, scope_of
+from hf_fsdpturbo.ops.relative_distance import relative_distance
 from hf_fsdpturbo.ops.table import OpSet, get_ops
 
 NAME = "load_balancing_loss_func"
@@ -47,16 +48,16 @@ class _AuxLoss(torch.autograd.Function):
         rows = len(logits) * (tokens if mask_T is None else mask_T.sum())
         chosen_E = chosen_E / rows
         ctx.save_for_backward(probs_NE, chosen_E * (experts / rows), *(() if mask_T is None else (mask_T,)))
-        ctx.ops, ctx.dtypes = ops, [each.dtype for each in logits]
+        ctx.ops, ctx.tokens, ctx.dtype = ops, tokens, first.dtype
         return (chosen_E * (probable_E / rows)).sum() * experts
 
     @staticmethod
     @once_differentiable  # type: ignore[no-untyped-call, untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         probs_NE, slope_E, *mask = ctx.saved_tensors
-        out_NE = torch.empty_like(probs_NE, dtype=ctx.dtypes[0])
+        out_NE = torch.empty_like(probs_NE, dtype=ctx.dtype)
         ctx.ops.router_load_backward(probs_NE, slope_E * gradients[0], mask[0] if mask else None, out_NE)
-        return None, None, None, *out_NE.split(len(probs_NE) // len(ctx.dtypes))
+        return None, None, None, *out_NE.split(ctx.tokens)
 
 
 def _is_ours(gate_logits: Any, num_experts: Any, attention_mask: Any) -> bool:
@@ -100,8 +101,7 @@ def distance(ours: Function, theirs: Function, device: torch.device | str) -> fl
             leaves = [each.clone().requires_grad_() for each in logits]
             loss = function(tuple(leaves), 12, 3, given)
             found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-        pairs = zip(*found, strict=True)
-        worst = max(worst, *(float((a - b).double().norm() / b.double().norm()) for a, b in pairs))
+        worst = max(worst, *(relative_distance(a, b) for a, b in zip(*found, strict=True)))
     return worst
 
 

@@ -18,6 +18,7 @@ from hf_fsdpturbo.arguments import CHUNK_SIZES
 from hf_fsdpturbo.kernels import fla
 from hf_fsdpturbo.kernels.causal_conv import causal_conv1d as torch_conv
 from hf_fsdpturbo.kernels.gated_delta_rule import chunk_gated_delta_rule as torch_rule
+from hf_fsdpturbo.ops.relative_distance import relative_distance
 
 TOLERANCE = 2e-2  # ||a-b||/||b||; bf16 rounding of the per-chunk states gives 3e-3 to 9e-3
 LONGEST = 4096
@@ -117,7 +118,7 @@ def _compare(device: torch.device, sizes: TrialSizes) -> str | None:
                 )
             expected = _outputs(ours, drawn, probe, torch.float32, device)
         worst = max(
-            ((name, _distance(a, b)) for name, a, b in zip(("output", *drawn), found, expected, strict=True)),
+            ((name, relative_distance(a, b)) for name, a, b in zip(("output", *drawn), found, expected, strict=True)),
             key=lambda entry: entry[1] if entry[1] == entry[1] else float("inf"),
         )
         if not worst[1] < TOLERANCE:
@@ -127,10 +128,6 @@ def _compare(device: torch.device, sizes: TrialSizes) -> str | None:
                 f"off by {worst[1]:.2g} of its length (allowed {TOLERANCE:g})"
             )
     return None
-
-
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 def _outputs(

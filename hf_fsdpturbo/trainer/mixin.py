@@ -87,7 +87,7 @@ class FSDPTurboTrainerMixin:
         self._ahead = BatchesAhead(self, set_up.config.device.type != "cpu")
         self._hang, self._routers = HangWatch(set_up.config), RouterTraining(self, set_up.config)
         self._opened: Any = None  # shards of the checkpoint that is being resumed
-        self.sharding_report = set_up.shard_models()
+        self.sharding_report = set_up.models.shard()
         with set_up.parent_arguments() as given:
             super().__init__(*given.args, **given.kwargs)
         set_up.finish(self)
@@ -112,8 +112,8 @@ class FSDPTurboTrainerMixin:
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """One process only: what ``model_init`` makes gets what a model that is given gets."""
-        made = self._set_up.prepare_made(super().call_model_init(trial))  # type: ignore[misc]
-        self.sharding_report = self._set_up.report
+        made = self._set_up.models.prepare_made(super().call_model_init(trial))  # type: ignore[misc]
+        self.sharding_report = self._set_up.models.report
         return made
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import set_seed
 from transformers.trainer_utils import enable_full_determinism
 
@@ -19,7 +18,6 @@ from hf_fsdpturbo import compat, grad_norm, launch_config
 from hf_fsdpturbo.arguments import FSDPTurboArguments, bf16_storage_warning, describe_sources, settings_beside
 from hf_fsdpturbo.optim.one_pass import in_one_pass
 from hf_fsdpturbo.parallel_state import FSDPTurboParallelState
-from hf_fsdpturbo.parallelize.order import ShardingReport
 from hf_fsdpturbo.parallelize.trainer_family import default_arguments
 from hf_fsdpturbo.ranks import everyone, raised_on_every_rank, rank
 from hf_fsdpturbo.sharding.outer_fsdp import reshard
@@ -91,6 +89,7 @@ class SetUp:
     Attributes:
         parallel_state: the meshes, None in a run of one process.
         topology: the sizes.
+        models: what it was given to shard.
 
     Raises:
         ValueError: arguments that cannot work; on every rank.
@@ -123,19 +122,6 @@ class SetUp:
         )
         timeout = timedelta(seconds=self.config.ddp_timeout)  # dist_timeout has set it
         return FSDPTurboParallelState.initialize(sizes, self.config.device.type, timeout=timeout)
-
-    def shard_models(self) -> ShardingReport | None:
-        """As :meth:`GivenModels.shard`."""
-        return self.models.shard()
-
-    def prepare_made(self, model: nn.Module) -> nn.Module:
-        """As :meth:`GivenModels.prepare_made`."""
-        return self.models.prepare_made(model)
-
-    @property
-    def report(self) -> ShardingReport | None:
-        """What was done to ``model``."""
-        return self.models.report
 
     @contextlib.contextmanager
     def parent_arguments(self) -> Iterator[GivenArguments]:
@@ -177,14 +163,14 @@ class SetUp:
 
     def finish(self, trainer: Any) -> None:
         """Put in the LM head and what watches calls and steps, warm up communicators, say on rank 0 what was done."""
-        config, model = self.config, trainer.model
+        config, model, report = self.config, trainer.model, self.models.report
         head, notes = self.head.install(trainer), trainer._routers.install()
-        if self.report is not None and head is not None:
-            self.report.notes.append(head)
-        if self.report is not None:
-            self.report.notes += notes
+        if report is not None and head is not None:
+            report.notes.append(head)
+        if report is not None:
+            report.notes += notes
         if self.parallel_state is not None:
-            refuse_unsharded(model, self.report is not None)
+            refuse_unsharded(model, report is not None)
             refuse_resizing(model)
             collective_calls.install(trainer)
             trainer.add_callback(trainer._hang)
@@ -198,8 +184,8 @@ class SetUp:
         if config.process_index == 0:
             trainable = [p for p in model.parameters() if p.requires_grad]
             in_bf16 = bool(trainable) and any(p.dtype == torch.bfloat16 for p in trainable)
-            lines = [describe_sources(config), self.report, aux_loss_warning(self.trainer_class, model, config)]
-            lines += [*start_lines(model, config, self.topology, self.report), self.peak.line(model, self.report)]
+            lines = [describe_sources(config), report, aux_loss_warning(self.trainer_class, model, config)]
+            lines += [*start_lines(model, config, self.topology, report), self.peak.line(model, report)]
             if in_bf16:
                 lines.append(bf16_storage_warning(cast(Any, config).learning_rate))
             text = "\n".join(str(line) for line in lines if line)

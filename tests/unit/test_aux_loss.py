@@ -1,4 +1,4 @@
-"""The aux loss of all layers in one node, against every modeling file's own function: loss and gradients.
+"""The aux loss of all layers in one node, against nine modeling files' own functions: loss and gradients.
 
 ``tests/unit/test_ops.py`` runs this file once more under Triton's interpreter.
 """

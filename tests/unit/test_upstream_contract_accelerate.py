@@ -135,9 +135,6 @@ def test_streams_are_dispatched_unless_the_configuration_says_no(accelerator):
 @pytest.mark.parametrize("wanted", [False, True])
 def test_batches_are_copied_as_the_configuration_says(wanted):
     """Set on the configuration after the accelerator is made, ``non_blocking`` reaches the prepared loader."""
-    from accelerate import Accelerator
-    from torch.utils.data import DataLoader
-
     accelerator = Accelerator(cpu=True)
     accelerator.dataloader_config.non_blocking = wanted
     assert accelerator.prepare_data_loader(DataLoader([1, 2, 3]))._non_blocking is wanted
